@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -173,6 +175,33 @@ def test_a_call_survives_the_death_of_a_process(stack: Stack, client: Client, pa
     (call,) = completion.tool_calls
     assert (call.name, call.arguments) == ("get_weather", whole.tool_calls[0].arguments)
     assert call.id == _first_id(stack, session_id)
+
+
+@pytest.mark.parametrize("num_read", [2, 9, 16])
+@pytest.mark.parametrize(
+    "form",
+    [only_weather(tools=TOOLS, chat_template_kwargs=NO_THINKING), {"constraint": Constraint.json_schema(WEATHER)}],
+)
+def test_an_output_goes_on_after_its_target_stood_still(
+    stack: Stack, client: Client, form: dict[str, Any], num_read: int
+) -> None:
+    options = {"messages": [USER], "max_new_tokens": 120, "temperature": 1.0, "seed": 4, "mode": "coupled", **form}
+    whole = client.generate(**options)
+    target, read = stack.parts["target"].process, list[Chunk]()
+    assert target is not None
+    with client.generate(stream=True, **options) as stream:
+        for chunk in stream:
+            read.append(chunk)
+            if num_read and sum(len(chunk.token_ids) for chunk in read) >= num_read:
+                num_read = 0
+                target.send_signal(signal.SIGSTOP)
+                time.sleep(1.0)  # longer than any step, so that calls of the coordinator wait
+                target.send_signal(signal.SIGCONT)
+    assert num_read == 0
+    assert tuple(token_id for chunk in read for token_id in chunk.token_ids) == whole.token_ids
+    assert "".join(chunk.text for chunk in read) == whole.text
+    assert [call.arguments for call in stream.result().tool_calls] == [call.arguments for call in whole.tool_calls]
+    assert whole.finish_reason in ("stop", "tool_calls", "length")
 
 
 def test_a_turn_that_is_rendered_again_keeps_the_tokens_of_the_session(client: Client) -> None:

@@ -20,9 +20,9 @@ from specdec.contract.constraint import Constraint
 from specdec.contract.types import Verification, VerifyRequest
 from specdec.rpc.status_mapping import from_rpc_error
 from specdec.v1 import coordinator_pb2 as pb
-from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
+from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, eventually, request
 from tests.support.masked_target import MaskedTarget
-from tests.support.output import Output, read_rest
+from tests.support.output import Output, read_rest, read_until
 from tests.support.table_services import Service
 
 SCHEMA: dict[str, Any] = {
@@ -191,3 +191,29 @@ async def test_a_target_that_starts_again_gets_the_constraints_of_its_sessions_a
         assert again.num_with_text >= 1
         watching.cancel()
         await asyncio.wait([watching])
+
+
+@pytest.mark.parametrize("num_read", [4, 17])
+async def test_an_output_leaves_a_target_whose_device_hangs_and_may_return_to_it(num_read: int) -> None:
+    """The device goes on later: what its step and its masks had computed is of no effect."""
+    async with Rig(constrained=True, targets=2, drafts=0, max_run=1) as rig:
+        for service in rig.of_role(TARGET):
+            await service.engine.warm_up()  # a hang is detected by comparison with earlier steps
+        coordinator = await rig.coordinator()
+        num_steps = {service.address: len(service.worker.steps) for service in rig.services}
+        asked = request(constraint=CONSTRAINT, session_id="s", max_new_tokens=MAX_TOKENS, mode=pb.SPECULATION_MODE_OFF)
+        stream = coordinator.stub.Generate(asked)
+        output = await read_until(stream, num_read)
+        hung = max(rig.services, key=lambda service: len(service.worker.steps) - num_steps[service.address])
+        (other,) = (service for service in rig.services if service is not hung)
+        hung.worker.gate.clear()
+        try:
+            check(await read_rest(stream, output), expected_tokens(rig, "greedy with drafts"))
+        finally:
+            hung.worker.gate.set()
+        await eventually(lambda: not hung.engine.info().draining)
+        await coordinator.pools.poll()
+        await kill(rig, other)
+        asked.session_id = "t"
+        check(await coordinator.generate(asked), output.token_ids)
+        hung.engine.check_integrity()
