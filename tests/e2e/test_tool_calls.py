@@ -24,7 +24,7 @@ from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
 from tests.support.redis_fixture import RedisServer
 from tests.support.stack import Stack
-from tests.support.tool_models import FAMILIES, HERMES_THINKING, THINK_MARKERS, write_family
+from tests.support.tool_models import DEMO, FAMILIES, HERMES_THINKING, THINK_MARKERS, write_family
 
 WEATHER = {
     "type": "object",
@@ -50,7 +50,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -
     target, draft = (write_family(directory / role, role, HERMES_THINKING, markers) for role in ("target", "draft"))
     arguments = ["--lease-ttl-s", "1", "--draft-timeout-s", "20"]
     with Stack(
-        target, draft, redis_url=redis_server.url, num_coordinators=2, coordinator_arguments=arguments
+        target,
+        draft,
+        redis_url=redis_server.url,
+        num_coordinators=2,
+        coordinator_arguments=arguments,
+        target_arguments=["--local-draft", f"eagle3:{DEMO / 'eagle3'}"],
     ) as running:
         yield running
 
@@ -84,19 +89,22 @@ def test_a_required_call_is_whole_and_its_arguments_follow_the_schema(client: Cl
         assert len({call.id for call in completion.tool_calls}) == len(completion.tool_calls) > 0
 
 
-@pytest.mark.parametrize("gamma", [0, 3, 8])
-def test_the_text_of_a_call_is_the_same_with_and_without_drafts(client: Client, gamma: int) -> None:
+@pytest.mark.parametrize(("gamma", "pool"), [(0, "default"), (3, "default"), (8, "default"), (3, "eagle3")])
+def test_the_text_of_a_call_is_the_same_with_and_without_drafts(client: Client, gamma: int, pool: str) -> None:
+    """Also with drafts of heads, with which calls of other engines were empty."""
     alone = generate(client, mode="off", **only_weather())
-    drafted = generate(client, gamma=gamma, **only_weather())
+    drafted = generate(client, gamma=gamma, draft_pool=pool, **only_weather())
     assert drafted.token_ids == alone.token_ids
     assert [call.arguments for call in drafted.tool_calls] == [call.arguments for call in alone.tool_calls]
 
 
-def test_a_stream_gives_the_name_once_and_then_the_arguments(client: Client) -> None:
+def test_deltas_of_several_tokens_give_the_name_once_and_lose_no_arguments(client: Client) -> None:
     chunks: list[Chunk] = list(client.generate(messages=[USER], tools=TOOLS, temperature=0.0, stream=True,
                                                chat_template_kwargs=NO_THINKING, **only_weather()))  # fmt: skip
     parts = [part for chunk in chunks for part in chunk.parts]
     assert all(isinstance(part, ToolCallDelta) for part in parts)
+    assert any(len(chunk.token_ids) > 1 and chunk.parts for chunk in chunks), "no delta of several tokens"
+    assert json.loads("".join(part.arguments for part in parts))
     first, *rest = parts
     assert isinstance(first, ToolCallDelta)
     assert first.name == "get_weather"

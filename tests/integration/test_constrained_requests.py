@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from coordinator.replicas.replica import TARGET
+from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import SpecdecError
 from specdec.rpc.status_mapping import from_rpc_error
@@ -376,3 +376,16 @@ async def test_drafts_that_are_found_in_the_text_are_accepted_again_after_an_ill
         stats = output.finished.stats
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         assert re.fullmatch("(ab|c){12}", output.text)
+
+
+async def test_the_matcher_of_a_draft_follows_the_tokens_of_the_target() -> None:
+    """Draft and target are one model, so a draft that follows each emitted token has all its tokens accepted."""
+    async with Rig(constrained=True, drafts=0) as rig:
+        known = KnownConstraints(str(rig.directory), (EOS,), VOCABULARY, is_authority=False)
+        rig.services.append(await rig.start(DRAFT, salt=0, constraints=known))
+        coordinator = await rig.coordinator()
+        for constraint in (Constraint.regex("[abc12]{90,99}"), Constraint.regex("([ab]+[12]){30}")):
+            output = await coordinator.generate(request(constraint=constraint, max_new_tokens=30, gamma=3))
+            stats = output.finished.stats
+            assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
+            assert stats.num_rounds < len(output.token_ids) / 2

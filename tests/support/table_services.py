@@ -97,7 +97,7 @@ async def start_service(
     constraints: KnownConstraints | None = None,
     max_run: int = DEFAULT_MAX_RUN,
 ) -> Service:
-    """`between` may put something of its own between the engine and its servicer. `constraints`: those that a target
+    """`between` may put something of its own between the engine and its servicer. `constraints`: those that it
     follows; None: none."""
     worker = TableWorker(vocabulary_size=VOCABULARY, num_blocks=num_blocks, context=context, salt=salt,
                          vocabulary=vocabulary, local_drafts=local_drafts, local_gammas=local_gammas,
@@ -106,7 +106,7 @@ async def start_service(
                              max_run=max_run)  # fmt: skip
     metrics = EngineMetrics("table", role=role, pool=pool)
     engine = (
-        Proposer(worker, options, DraftOptions(predraft=predraft), observer=metrics)
+        Proposer(worker, options, DraftOptions(predraft=predraft), observer=metrics, constraints=constraints)
         if role == DRAFT
         else Verifier(worker, options, observer=metrics, constraints=constraints)
     )

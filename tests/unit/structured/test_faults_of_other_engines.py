@@ -1,7 +1,8 @@
 """Faults that engines had in which grammars meet speculation, each as a test of the matcher that would show it.
 
-Those that need services are in `tests/integration/test_constrained_requests.py`, and an illegal draft token that is
-drawn again from p is the negative control of `tests/statistical/test_constrained_rounds.py`.
+Those that need services are in `tests/integration/test_constrained_requests.py`, calls with drafts of heads in
+`tests/e2e/test_tool_calls.py`, and an illegal draft token that is drawn again from p is the negative control of
+`tests/statistical/test_constrained_rounds.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import pytest
 
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import InvalidRequest
+from specdec.contract.output_form import OutputForm, ReasoningFormat
 from specdec.structured.admission import check_constraint
 from specdec.structured.grammar import check_text
-from specdec.structured.matcher import Matcher
+from specdec.structured.matcher import Matcher, is_legal
+from specdec.structured.output_grammar import output_constraint
 from specdec.structured.token_table import TokenTable
-from tests.support.byte_tokenizer import EOS, TOKENS, ids_of, legal_ids
+from tests.support.byte_tokenizer import EOS, MARK, TOKENS, ids_of, legal_ids
 
 CHOICE = Constraint.choice(["abcabc", "abcbca", "aéa"])
 
@@ -106,3 +109,46 @@ def test_a_parameters_description_changes_nothing(table: TokenTable) -> None:
             matcher_after(table, Constraint.json_schema(schema), text).mask((EOS,)) for schema in (plain, described)
         ]
         np.testing.assert_array_equal(*masks)
+
+
+#: Reasoning that the prompt has begun, up to a special token.
+REASONING = OutputForm(reasoning=ReasoningFormat("marked", "<|start|>", "<|mark|>"), begins_in_reasoning=True)
+
+
+def test_a_constraint_holds_from_where_reasoning_ends_inside_a_draft(table: TokenTable) -> None:
+    constraint = output_constraint(REASONING, None, Constraint.choice(["abc"]), {"<|mark|>": MARK})
+    assert constraint is not None
+    draft = [*ids_of("ab{1"), MARK, *ids_of("abc")]
+    masks = Matcher(table, constraint).masks_along(draft, (EOS,))
+    end = draft.index(MARK) + 1
+    assert len(masks) == len(draft) + 1
+    for mask in masks[:end]:
+        assert {MARK, *ids_of("abc{12")} <= legal_ids(mask)
+    assert legal_ids(masks[end]) <= set(ids_of("abc") + ids_of("ab") + ids_of("a"))
+    assert legal_ids(masks[-1]) == {EOS}
+    one_by_one = matcher_after(table, constraint, "")
+    for length in range(len(draft) + 1):
+        one_by_one.align(np.array(draft[:length], dtype=np.uint32))
+        np.testing.assert_array_equal(one_by_one.mask((EOS,)), masks[length])
+
+
+def test_an_output_without_the_marker_cannot_end(table: TokenTable) -> None:
+    """Prose without a marker is never a whole output: it goes on until its limit, and its finish reason tells so."""
+    constraint = output_constraint(REASONING, None, Constraint.choice(["abc"]), {"<|mark|>": MARK})
+    assert constraint is not None
+    matcher, prose = Matcher(table, constraint), ids_of("abc1{2}" * 8)
+    masks = matcher.masks_along(prose, (EOS,))
+    assert len(masks) == len(prose) + 1
+    assert not any(is_legal(mask, EOS) for mask in masks)
+    assert not matcher.is_complete
+
+
+def test_no_special_token_follows_a_marker(table: TokenTable) -> None:
+    constraint = output_constraint(REASONING, None, Constraint.choice(["abc"]), {"<|mark|>": MARK})
+    assert constraint is not None
+    answer = ids_of("abc")
+    masks = Matcher(table, constraint).masks_along([MARK, *answer], (EOS,))
+    assert len(masks) == len(answer) + 2
+    for mask in masks[1:-1]:
+        assert not {MARK, EOS} & legal_ids(mask)
+    assert len(Matcher(table, constraint).masks_along([MARK, MARK, *answer], (EOS,))) == 2
