@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from specdec.contract.constraint import Constraint, ConstraintKind
-from specdec.structured.grammar import invalid, schema_of
+from specdec.structured.grammar import invalid, schema_of, schemas_within
 from specdec.structured.json_schema import problem_of, undefined_formats
 from specdec.structured.matcher import Matcher
 from specdec.structured.token_table import TokenTable
@@ -27,11 +27,17 @@ def check_constraint(table: TokenTable, constraint: Constraint, end_token_ids: S
     """
     matcher = Matcher(table, constraint)
     ignored: list[str] = []
+    schemas = schemas_within(constraint.text) if constraint.kind is ConstraintKind.GRAMMAR else []
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        problem = problem_of(schema_of(constraint), is_lenient=constraint.is_lenient)
-        if problem is not None:
+        schemas = [schema_of(constraint)]
+    for schema in schemas:
+        if (problem := problem_of(schema, is_lenient=constraint.is_lenient)) is not None:
             raise invalid(constraint, problem)
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
         stated = json.loads(constraint.text)
         ignored = undefined_formats(stated) if isinstance(stated, dict) else []
+    warnings = matcher.warnings
+    if warnings and not constraint.is_lenient and constraint.kind is not ConstraintKind.STRUCTURAL:
+        raise invalid(constraint, f"cannot be enforced: {warnings[0][:200]}; leave it out")
     matcher.mask(end_token_ids)
-    return [*matcher.warnings, *ignored]
+    return [*warnings, *ignored]

@@ -7,6 +7,8 @@ Every option that changes which texts a schema allows is set here, because a sch
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from specdec.contract.constraint import Constraint, ConstraintKind
@@ -28,6 +30,8 @@ MAX_CHOICES = 1000
 #: Key of a schema's options for llguidance. They are overridden, but not those of a schema within a grammar.
 _LIBRARY_OPTIONS = "x-guidance"
 
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
+
 _FIELDS = {
     ConstraintKind.JSON_SCHEMA: "constraint.json_schema",
     ConstraintKind.JSON_OBJECT: "constraint.json_object",
@@ -38,9 +42,20 @@ _FIELDS = {
 }
 
 
+#: First line of a grammar that is made of an answer's constraint and of no tools, so that errors name its field.
+_ANSWER_LINE = re.compile(r"// Answer: (constraint\.\w+)")
+
+
 def field_of(constraint: Constraint) -> str:
     """Return the name of the request field that holds the constraint."""
+    if constraint.kind is ConstraintKind.STRUCTURAL and (named := _ANSWER_LINE.search(constraint.text, 0, 100)):
+        return named[1]
     return _FIELDS[constraint.kind]
+
+
+def answer_line(answer: Constraint) -> str:
+    """Return the comment by which a grammar names the field of the answer that it is made of."""
+    return f"// Answer: {field_of(answer)}"
 
 
 def invalid(constraint: Constraint, problem: str) -> InvalidRequest:
@@ -107,6 +122,15 @@ def schema_of(constraint: Constraint) -> dict[str, Any]:
     return schema
 
 
+def schemas_within(grammar: str) -> list[dict[str, Any]]:
+    """Return the JSON schemas that a grammar of a client holds."""
+    schemas: list[dict[str, Any]] = []
+    for match in re.finditer(r"%json\s*(?=\{)", grammar):
+        with suppress(ValueError, RecursionError):  # it stands within a text, or the library refuses it
+            schemas.append(json.JSONDecoder().raw_decode(grammar, match.end())[0])
+    return schemas
+
+
 def enforcing_options(*, is_lenient: bool) -> JsonCompileOptions:
     """Return the options of llguidance that decide how much of a JSON schema is enforced."""
     return {
@@ -148,6 +172,8 @@ def _choices(constraint: Constraint) -> list[str]:
         raise invalid(constraint, "must be a list of texts that are not empty")
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise invalid(constraint, f"must hold 1 to {MAX_CHOICES} texts, got {len(choices)}")
+    if any("\0" in choice for choice in choices):
+        raise invalid(constraint, "must not contain NUL characters")
     if any("\ud800" <= character <= "\udfff" for choice in choices for character in choice):
         raise invalid(constraint, "must not contain halves of surrogate pairs")
     return choices
@@ -161,7 +187,8 @@ def _literal(text: str) -> str:
 def _grammar(constraint: Constraint) -> str:
     from llguidance import grammar_from
 
-    if _LIBRARY_OPTIONS in constraint.text:
+    # JSON within the grammar may spell the name with escapes.
+    if _LIBRARY_OPTIONS in _ESCAPED.sub(lambda match: chr(int(match[1], 16)), constraint.text):
         raise invalid(constraint, f"must not set {_LIBRARY_OPTIONS}, which would loosen its schemas")
     try:
         return grammar_from("grammar", constraint.text)

@@ -80,7 +80,8 @@ class Matcher:
         missing = token_ids[common:].tolist()
         if missing and self._matcher.try_consume_tokens(missing) != len(missing):
             self._raise_error()
-            raise invalid(self._constraint, "does not allow the tokens that the output has")
+            problem = "does not allow the tokens that the output has, or exceeds a limit; simplify it"
+            raise invalid(self._constraint, problem)
         self._taken = token_ids
         self._raise_error()
 

@@ -19,7 +19,7 @@ from typing import Any
 from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.output_form import Layout, OutputForm
 from specdec.contract.tools import ToolChoice, ToolDefinition, Tools
-from specdec.structured.grammar import answer_expression, enforcing_options
+from specdec.structured.grammar import answer_expression, answer_line, enforcing_options
 from specdec.structured.json_schema import prepare
 from specdec.structured.tool_formats import tool_formats
 from specdec.structured.tool_formats.declaration import ToolFormat
@@ -155,6 +155,8 @@ class _OutputGrammar:
         """Return the grammar: Lark, or JSON with two grammars if the answer's is one of Lark."""
         body = self._rules.named_rule("body", self._body())
         main = self._rules.text(self._with_reasoning(body))
+        if self._tools is None and self._answer is not None:
+            main = f"{answer_line(self._answer)}\n{main}"
         if not self._user_grammar:
             return main
         grammars = [{"lark_grammar": main}, {"name": "answer", "lark_grammar": self._user_grammar}]

@@ -89,6 +89,14 @@ REFUSED = {
         Constraint.grammar('start: %json {"x-guidance": {"lenient": true}, "not": {}}'),
         "must not set x-guidance",
     ),
+    "a grammar that loosens its schemas by an escaped name": (
+        Constraint.grammar('start: %json {"x-\\u0067uidance": {"lenient": true}, "not": {}}'),
+        "must not set x-guidance",
+    ),
+    "a grammar with a schema whose keyword is passed over": (
+        Constraint.grammar('start: "a" %json {"type": "string", "contentEncoding": "base64"}'), "#/contentEncoding",
+    ),
+    "a choice with NUL": (Constraint.choice(["a\0"]), "must not contain NUL characters"),
     "a choice of nothing": (Constraint.choice([]), f"must hold 1 to {MAX_CHOICES} texts, got 0"),
     "a choice of 10,000": (Constraint.choice(["a"] * 10_000), f"must hold 1 to {MAX_CHOICES} texts, got 10000"),
     "a choice of numbers": (choice("[1]"), "must be a list of texts that are not empty"),

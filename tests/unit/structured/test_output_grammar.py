@@ -17,6 +17,7 @@ import pytest
 
 from specdec.checkpoints.token_bytes import byte_level_bytes
 from specdec.contract.constraint import Constraint
+from specdec.contract.errors import InvalidRequest
 from specdec.contract.output_form import OutputForm
 from specdec.contract.tools import ToolCallDelta, ToolChoice, ToolDefinition, Tools
 from specdec.structured.matcher import Mask, Matcher, is_legal
@@ -385,3 +386,9 @@ def test_gemma_arguments_keep_limits_of_numbers_and_lists_and_fixed_values(gramm
         assert own.follows(matcher, call % good) is True, good
     for bad in ("a:10", "a:0", "b:[1]", "a:1,b:[]", "a:1,b:[1,1,1]", "a:1,b:[2]", "a:1,c:[1]", "a:1,d:1"):
         assert own.follows(matcher, call % bad) is None, bad
+
+
+def test_an_error_of_a_grammar_without_tools_names_the_field_of_the_answer(grammars: Any) -> None:
+    form, answer = OutputForm(reasoning=reasoning_formats()["think"]), Constraint.json_schema({"not": {}})
+    with pytest.raises(InvalidRequest, match=r"constraint\.json_schema "):
+        grammars(()).matcher(form, None, answer)
