@@ -1,9 +1,9 @@
 """Computes the masks of calls in threads, within limits of time.
 
 Each session keeps its matcher from call to call. A call whose masks take too long ends by name. A session whose masks
-were slow computes the next ones in threads for slow sessions, so quick sessions wait for a slow one at most once. Called
-by the device loop of our own engine (`specdec.engine.loop.constraint_masks`) and by targets in front of
-another engine.
+were slow computes the next ones in threads for slow sessions, so quick sessions wait for a slow one at most once.
+Called by the device loop of our own engine (`specdec.engine.loop.constraint_masks`) and by targets in front of another
+engine.
 """
 
 from __future__ import annotations
