@@ -173,6 +173,7 @@ class Sequence:
     def end_turn(self, blocks: BlockManager) -> None:
         """Give back the blocks that are reserved for the turn, and let others take those with KV."""
         self.reserved_len = 0
+        self.matcher = None  # that of a large constraint takes tens of megabytes
         self.held_until_s = self.pinned_until_s = self.called_s = float("-inf")
         self.settle(blocks)
 
