@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -64,6 +65,8 @@ class TextProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., TextProcess] | None = None
+        self._was_killed = False
+        """True if another process, or the kernel for want of memory, killed the child before its last answer."""
 
     def ask(self, request: Mapping[str, Any], field: str, given_up: threading.Event) -> Any:
         """Return the child's answer to a request with `messages`, a `text` or a `constraint`.
@@ -79,6 +82,8 @@ class TextProcess:
             _check(given_up)
         try:
             answer = self._exchange(request, given_up)
+            if answer is None and self._was_killed:  # not by its own limits, so the request need not be at fault
+                answer = self._exchange(request, given_up)
         finally:
             self._lock.release()
         if "constraint" in request:
@@ -106,7 +111,7 @@ class TextProcess:
     def _exchange(self, request: Mapping[str, Any], given_up: threading.Event) -> Any:
         """Return the answer; None if the child ended without one."""
         _check(given_up)
-        answer = None
+        answer, self._was_killed = None, False
         try:
             process = self._live_process() or self._start()
             assert process.stdin is not None  # `Popen` opened both
@@ -119,12 +124,20 @@ class TextProcess:
                 if given_up.is_set() and (patience_s := patience_s - _NOTICE_S) < 0.0:
                     raise GivenUp
             answer = read_message(process.stdout)
+            self._was_killed = answer is None and self._is_killed()
         except OSError:  # the child ended before it read the request
-            pass
+            self._was_killed = self._is_killed()
         finally:
             if answer is None or len(request.get("text", "")) > _LARGE_TEXT_CHARACTERS:
                 self._end()
         return answer
+
+    def _is_killed(self) -> bool:
+        """Return whether the child, which has closed a pipe, ended by SIGKILL."""
+        try:
+            return self._process is not None and self._process.wait(_PATIENCE_S) == -signal.SIGKILL
+        except subprocess.TimeoutExpired:
+            return False
 
     def _live_process(self) -> subprocess.Popen[bytes] | None:
         """Return the child if it still runs; another process may have killed it since the last answer."""
