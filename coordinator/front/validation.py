@@ -142,6 +142,8 @@ def _check_input(raw: RawGenerationParams) -> None:
     if raw.resume_from is not None:
         if kinds:
             raise _invalid("resume_from", f"must come without an input, got {' and '.join(kinds)} too")
+        if raw.constraint is not None or raw.tools is not None:
+            raise _invalid("resume_from", "must come without constraint and tools; those of the request stay in force")
         if not raw.session_id:
             raise _invalid("session_id", "must be set with resume_from")
     elif len(kinds) != 1:

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 
 import grpc
@@ -115,3 +116,48 @@ async def test_constraints_of_one_tenant_delay_anothers_by_one_compilation() -> 
         os.kill(int(child), signal.SIGCONT)
         await asyncio.gather(*tasks)
         assert ended.index("one") <= 4
+
+
+class CountedMatcher(Matcher):
+    """A matcher that is counted while it exists."""
+
+    existing: weakref.WeakSet[Matcher]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.existing.add(self)
+
+
+async def test_a_target_keeps_no_matcher_of_a_turn_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matcher of a large constraint takes tens of megabytes, and sessions stay for long."""
+    CountedMatcher.existing = weakref.WeakSet()
+    monkeypatch.setattr(constraint_masks, "Matcher", CountedMatcher)
+    async with Rig(constrained=True, drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        for case in CASES[:6]:
+            assert (await coordinator.generate(case.asked(mode=MODES["block"]))).token_ids
+        await eventually(lambda: not CountedMatcher.existing)
+
+
+async def test_a_constraint_is_compiled_again_if_its_process_was_killed() -> None:
+    others = children_of(os.getpid())
+    async with Rig(constrained=True, drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        assert (await coordinator.generate(request(constraint=Constraint.choice(["ab"])))).text == "ab"
+        (child,) = children_of(os.getpid()) - others
+        os.kill(int(child), signal.SIGSTOP)  # so that the request is sent before the end is noticed
+        asked = asyncio.create_task(coordinator.generate(request(constraint=Constraint.choice(["abc"]))))
+        assert coordinator.servicer is not None
+        turns = coordinator.servicer._constraints._turns
+        await eventually(lambda: turns._is_taken)
+        os.kill(int(child), signal.SIGKILL)
+        assert (await asked).text == "abc"
+
+
+async def test_a_resumption_with_a_constraint_is_refused() -> None:
+    async with Rig(constrained=True, drafts=0) as rig:
+        coordinator = await rig.coordinator()
+        await coordinator.generate(request(constraint=Constraint.choice(["ab"]), session_id="s"))
+        asked = request(None, session_id="s", resume_from=0, constraint=Constraint.choice(["b"]))
+        with pytest.raises(grpc.aio.AioRpcError, match="resume_from must come without constraint and tools"):
+            await coordinator.generate(asked)
