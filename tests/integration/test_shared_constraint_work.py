@@ -19,7 +19,7 @@ import pytest
 
 from specdec.contract.constraint import Constraint
 from specdec.contract.tenant import TENANT_KEY
-from specdec.engine.loop import constraint_masks
+from specdec.structured import mask_threads
 from specdec.structured.matcher import Mask, Matcher
 from specdec.structured.paced_threads import SLOW_CPU_S
 from tests.failure.test_hostile_text import children_of
@@ -73,7 +73,7 @@ class HeldMatcher(Matcher):
 async def test_slow_masks_of_many_sessions_leave_threads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more slow sessions than threads."""
     HeldMatcher.gate, HeldMatcher.begun = threading.Event(), set()
-    monkeypatch.setattr(constraint_masks, "Matcher", HeldMatcher)
+    monkeypatch.setattr(mask_threads, "Matcher", HeldMatcher)
     slow = Case(SLOW, None, {}, PROMPT)
     async with Rig(constrained=True, drafts=0, max_run=1) as rig:
         coordinator = await rig.coordinator()
@@ -131,7 +131,7 @@ class CountedMatcher(Matcher):
 async def test_a_target_keeps_no_matcher_of_a_turn_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matcher of a large constraint takes tens of megabytes, and sessions stay for long."""
     CountedMatcher.existing = weakref.WeakSet()
-    monkeypatch.setattr(constraint_masks, "Matcher", CountedMatcher)
+    monkeypatch.setattr(mask_threads, "Matcher", CountedMatcher)
     async with Rig(constrained=True, drafts=0) as rig:
         coordinator = await rig.coordinator()
         for case in CASES[:6]:
