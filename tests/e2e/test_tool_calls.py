@@ -91,7 +91,7 @@ def test_a_required_call_is_whole_and_its_arguments_follow_the_schema(client: Cl
 
 @pytest.mark.parametrize(("gamma", "pool"), [(0, "default"), (3, "default"), (8, "default"), (3, "eagle3")])
 def test_the_text_of_a_call_is_the_same_with_and_without_drafts(client: Client, gamma: int, pool: str) -> None:
-    """Also with drafts of heads, with which calls of other engines were empty."""
+    """Drafts of heads are among them: with those, the calls of other engines were empty."""
     alone = generate(client, mode="off", **only_weather())
     drafted = generate(client, gamma=gamma, draft_pool=pool, **only_weather())
     assert drafted.token_ids == alone.token_ids

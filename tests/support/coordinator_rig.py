@@ -341,7 +341,7 @@ class Rig:
         return coordinator
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """What greedy decoding on the target gives, EOS included."""
+        """Return what greedy decoding on the target gives, EOS included."""
         output = self.target.worker.greedy_continuation(prompt, num_tokens)
         return output[: output.index(EOS) + 1] if EOS in output else output
 
