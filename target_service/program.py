@@ -8,7 +8,7 @@ draft tokens; the coordinator decides. Called by the engine loop on the device t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,15 @@ class _Rows:
         return [*supports, *[_NO_TOKENS] * (self.job.num_logit_rows - len(supports))]
 
     @property
+    def tail_uniforms(self) -> list[float]:
+        """Return the uniform that draws the tail token of each row. Each row of a run begins a round."""
+        position, start = self.request.position, self.job.round_start
+        if self.job.call.run is None:
+            return DrawKey(position.seed, position.turn, start).tail_uniforms(self.num_draft_tokens)
+        keys = (DrawKey(position.seed, position.turn, start + index) for index in range(self.job.num_logit_rows))
+        return [uniform for key in keys for uniform in key.tail_uniforms(0)]
+
+    @property
     def tail_ids(self) -> list[int]:
         """Return the tail token or the choice of each row; -1 if absent."""
         return [row.tail_token_id for row in self.distribution_rows] or self.choice_token_ids.tolist()
@@ -143,7 +152,7 @@ class TargetProgram(Program):
                 _add_logit_rows(batch, _logits_of(batch, logits), num_logprobs)
         num_runs = sum(job.call.run is not None for job in jobs)
         for rows in all_rows:
-            rows.job.conclude(_verification(rows, self._others(rows.job, num_runs)), rows.tail_ids[0])
+            rows.job.conclude(_answers(rows, self._others(rows.job, num_runs)), rows.tail_ids)
 
     def _others(self, job: Job, num_runs: int) -> OtherAnswers:
         """Count the answer of a job in a step with `num_runs` runs; return those to other sessions since its last."""
@@ -192,9 +201,7 @@ def _look_coupled(group: Sequence[_Rows], logits: StepLogits) -> None:
 def _look_sampled(group: Sequence[_Rows], logits: StepLogits) -> None:
     uniforms: list[float] = []
     for rows in group:
-        position = rows.request.position
-        key = DrawKey(position.seed, position.turn, rows.job.round_start)
-        uniforms += key.tail_uniforms(rows.num_draft_tokens)
+        uniforms += rows.tail_uniforms
     answered = iter(
         distribution_rows(
             filtered_distributions(logits.values, _contexts_of(group)),
@@ -234,6 +241,26 @@ def _verification(rows: _Rows, others: OtherAnswers) -> Verification:
         drafted=_drafted(rows),
         stages=rows.job.stages,
     )
+
+
+def _answers(rows: _Rows, others: OtherAnswers) -> list[Verification]:
+    """Return the answer of a call; of a run, the answers of its steps, one a row."""
+    whole = _verification(rows, others)
+    if rows.job.call.run is None:
+        return [whole]
+    start, cached = rows.job.round_start, rows.job.num_cached_tokens
+    return [
+        replace(
+            whole,
+            choice_token_ids=whole.choice_token_ids[index : index + 1],
+            choice_probabilities=whole.choice_probabilities[index : index + 1],
+            rows=whole.rows[index : index + 1],
+            logit_rows=whole.logit_rows[index : index + 1],
+            kv_len=start + index,
+            num_cached_tokens=cached + index,
+        )
+        for index in range(rows.job.num_logit_rows)
+    ]
 
 
 def _drafted(rows: _Rows) -> Proposal | None:

@@ -21,7 +21,7 @@ from specdec.contract.errors import SpecdecError
 from specdec.contract.types import TokenIds
 from specdec.structured.grammar import invalid
 from specdec.structured.known_constraints import KnownConstraints
-from specdec.structured.matcher import Mask, Matcher
+from specdec.structured.matcher import LegalTokens, Mask, Matcher
 from specdec.structured.paced_threads import Pace, PacedThreads
 
 #: Longest processor time that the masks of one step may take. Wall time would end requests on a busy machine.
@@ -58,7 +58,7 @@ class MasksInWork:
     """The masks of a call's next positions."""
 
     constraint: Constraint
-    future: Future[list[Mask]]
+    future: Future[LegalTokens]
     """Fewer masks than positions if a draft token is illegal, or ends the output."""
     pace: Pace
     """Pace of the session."""
@@ -89,7 +89,7 @@ class MasksInWork:
             while not self.is_overdue:
                 done, _ = await asyncio.wait([computed], timeout=MAX_MASK_S)
                 if done:
-                    return computed.result()
+                    return computed.result().masks
         finally:
             computed.cancel()
         raise too_slow(self.constraint)
@@ -117,7 +117,7 @@ class MaskThreads:
         """End the threads once their masks are computed."""
         self._threads.close()
 
-    def _compute(self, session: SessionMatcher, request: MaskRequest) -> list[Mask]:
+    def _compute(self, session: SessionMatcher, request: MaskRequest) -> LegalTokens:
         with session.lock:
             try:
                 if session.matcher is None or session.constraint_id != request.constraint_id:
@@ -127,7 +127,7 @@ class MaskThreads:
                 try:
                     session.matcher.align(request.output_ids)
                     check = partial(_check_time, request.constraint, began_cpu_s)
-                    return session.matcher.masks_along(request.draft_ids, request.end_token_ids, check)
+                    return session.matcher.legal_along(request.draft_ids, request.end_token_ids, check)
                 finally:
                     if self._observe is not None:
                         self._observe(time.thread_time() - began_cpu_s)

@@ -8,8 +8,9 @@ The mask decides what is legal. llguidance's `consume_token` accepts more, so a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,15 @@ _NOT_VERBOSE = "<non-verbose/>"
 
 #: Longest part of the library's message that an error quotes.
 _MAX_MESSAGE_CHARACTERS = 500
+
+
+class LegalTokens(NamedTuple):
+    """The tokens that may follow an output at some positions one after another."""
+
+    masks: list[Mask]
+    """One mask a position."""
+    forced: list[int]
+    """Tokens that must follow at the last position and after it, up to an end token; [] if there is a choice."""
 
 
 def compile_constraint(table: TokenTable, constraint: Constraint) -> LLMatcher:
@@ -110,12 +120,17 @@ class Matcher:
             raise no_legal_token(self._constraint)
         return mask
 
-    def masks_along(
+    def masks_along(self, draft_token_ids: Sequence[int], end_token_ids: Sequence[int]) -> list[Mask]:
+        """Return the masks before each draft token and after the last; see `legal_along`."""
+        return self.legal_along(draft_token_ids, end_token_ids).masks
+
+    def legal_along(
         self, draft_token_ids: Sequence[int], end_token_ids: Sequence[int], check: Callable[[], None] = lambda: None
-    ) -> list[Mask]:
+    ) -> LegalTokens:
         """Return the masks before each draft token and after the last; the state does not change.
 
-        The list ends with the first illegal token, or with an end token: the tokens after it are never emitted.
+        The list ends with the first illegal token, or with an end token: the tokens after it are never emitted. Forced
+        tokens come from the library several at once, so their masks need no call each.
 
         Args:
             draft_token_ids: tokens that may follow the output.
@@ -124,23 +139,33 @@ class Matcher:
 
         Raises: as `mask`.
         """
-        masks = [self.mask(end_token_ids)]
+        masks: list[Mask] = []
+        forced: list[int] = []
         num_taken = 0
         try:
-            check()
-            for token_id in draft_token_ids:
-                if not is_legal(masks[-1], token_id) or token_id in end_token_ids:
+            for token_id in (*draft_token_ids, None):
+                forced = forced[1:] or self._forced_before_an_end(end_token_ids)
+                masks.append(self._mask_of(forced[0]) if forced else self.mask(end_token_ids))
+                check()
+                if token_id is None or not is_legal(masks[-1], token_id) or token_id in end_token_ids:
                     break
                 if self._matcher.try_consume_tokens([token_id]) != 1:
                     self._raise_error()
                     break
                 num_taken += 1
-                masks.append(self.mask(end_token_ids))
-                check()
         finally:
             if num_taken:
                 self._matcher.rollback(num_taken)
-        return masks
+        return LegalTokens(masks, forced)
+
+    def _forced_before_an_end(self, end_token_ids: Sequence[int]) -> list[int]:
+        return list(itertools.takewhile(lambda token_id: token_id not in end_token_ids, self.forced_tokens()))
+
+    def _mask_of(self, token_id: int) -> Mask:
+        """Return the mask that allows one token."""
+        mask = np.zeros((self._num_tokens + 7) // 8, dtype=np.uint8)
+        mask[token_id // 8] = 1 << token_id % 8
+        return mask
 
     def forced_tokens(self) -> list[int]:
         """Return the tokens that must come next, as the tokenizer would write them; [] if there is a choice."""

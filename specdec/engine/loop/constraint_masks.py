@@ -130,7 +130,7 @@ def rows_without_token(jobs: Sequence[Job], logits: StepLogits) -> list[tuple[Jo
         first = rows.stop
         if job.masks is None or job.call.constraint is None:
             continue
-        for row, mask in zip(rows, job.masks.future.result(), strict=False):
+        for row, mask in zip(rows, job.masks.future.result().masks, strict=False):
             if not is_legal(mask, logits.top_ids[row]) and not _has_token(mask, logits, row):
                 found.append((job, no_legal_token(job.call.constraint)))
                 break

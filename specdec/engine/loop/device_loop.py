@@ -315,11 +315,10 @@ class EngineLoop:
                     self._desk.end_youngest_run()
                 if self._calls.running:
                     for job in self._steps.run(self._awaited):
+                        for answer in job.take_step_answers():
+                            self._calls.tell_step(job, answer)
                         if job.answer is not None:
                             self._desk.finish(job)
-                        elif job.step_answer is not None:
-                            self._calls.tell_step(job, job.step_answer)
-                            job.step_answer = None
                 elif self._outbox.is_empty:  # answers leave first
                     self._steps.run_ahead(self._idle_drafting)
                 self._watchdog.note_turn()

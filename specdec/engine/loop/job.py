@@ -10,6 +10,7 @@ by the loop's modules and by the programs of both services.
 from __future__ import annotations
 
 import collections.abc
+import itertools
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -71,8 +72,7 @@ class Job:
         """State of the program between steps."""
         self.answer: Any = None
         """Set by `finish`."""
-        self.step_answer: Any = None
-        """Answer of the newest step of a run that goes on; the loop sends it and sets None."""
+        self._step_answers: list[Any] = []
         self.committed_len = call.position.committed_len
         """Number of committed tokens; a renewal of a run raises it."""
         self.masks: MasksInWork | None = None
@@ -132,13 +132,16 @@ class Job:
 
     def append(self, token_id: int) -> None:
         """Run `token_id` next; the program then gets its logits."""
-        self.sequence.append(np.array([token_id], dtype=np.uint32))
-        self.num_logit_rows = 1
+        self._append_all([token_id])
+
+    def _append_all(self, token_ids: list[int]) -> None:
+        self.sequence.append(np.array(token_ids, dtype=np.uint32))
+        self.num_logit_rows = len(token_ids)
         self.masks = None
 
     def mask_of(self, index: int) -> Mask | None:
         """Return the mask of the logit row `index`; None if all tokens are legal, or a draft token before it is not."""
-        masks = () if self.masks is None else self.masks.future.result()
+        masks = () if self.masks is None else self.masks.future.result().masks
         return masks[index] if index < len(masks) else None
 
     def miss_step(self) -> None:
@@ -168,26 +171,53 @@ class Job:
         """End the job; `answer` is stored under the idempotency key and sent to all waiters."""
         self.answer = answer
 
-    def conclude(self, answer: Any, token_id: int) -> None:
-        """Finish the job; a run goes on with the decided token instead, unless it ends with it.
+    def conclude(self, answers: collections.abc.Sequence[Any], token_ids: collections.abc.Sequence[int]) -> None:
+        """Finish the job; a run goes on with the decided tokens instead, unless it ends with one of them.
 
         Args:
-            answer: answer of the step.
-            token_id: token that the step decided, if the call is a run.
+            answers: the call's only answer; of a run, the answers of its steps, one a logit row.
+            token_ids: token that each row decided.
         """
         run = self.call.run
-        length = len(self.sequence) + 1
-        if (
-            run is None
-            or length >= self.until
-            or token_id in run.end_token_ids
-            or length > len(self.sequence.block_table) * BLOCK_TOKENS
-        ):
-            self.finish(answer)
+        if run is None:
+            self.finish(answers[0])
             return
-        self.step_answer = answer
+        num_steps = self._num_decided(token_ids)
+        *self._step_answers, newest = answers[:num_steps]
+        if num_steps < self.num_logit_rows or token_ids[-1] in run.end_token_ids or self._room < 1:
+            self.finish(newest)
+            return
+        self._step_answers.append(newest)
         self.num_cached_tokens = len(self.sequence)
-        self.append(token_id)
+        self._append_all([token_ids[-1], *self._forced_after(token_ids[-1])])
+
+    def take_step_answers(self) -> list[Any]:
+        """Return the answers of a run's newest steps, without its last answer."""
+        answers, self._step_answers = self._step_answers, []
+        return answers
+
+    def _num_decided(self, token_ids: collections.abc.Sequence[int]) -> int:
+        """Return the number of rows that stand: all, unless a row decided another token than the forced one that ran.
+
+        The mask has no other token, so this is a safeguard: the run ends, and the next call rolls back.
+        """
+        ran = self.token_ids[self.round_start :].tolist()
+        return next((row + 1 for row, ran_id in enumerate(ran) if token_ids[row] != ran_id), self.num_logit_rows)
+
+    @property
+    def _room(self) -> int:
+        """Number of further tokens that a run may decide and run in the next step."""
+        length = len(self.sequence)
+        return min(self.until - length - 1, len(self.sequence.block_table) * BLOCK_TOKENS - length)
+
+    def _forced_after(self, token_id: int) -> list[int]:
+        """Return the tokens that the constraint forces after the decided one, as far as they run in the same step."""
+        forced = [] if self.masks is None else self.masks.future.result().forced[: self._room]
+        assert self.call.run is not None  # the caller has checked it
+        if forced[:1] != [token_id]:
+            return []
+        ends = self.call.run.end_token_ids
+        return list(itertools.takewhile(lambda each: each not in ends, forced[1:]))
 
     def renew(self, until: int, committed_len: int) -> None:
         """Raise the limit of a run and its committed length. Smaller values have no effect, nor has a renewal that
