@@ -148,6 +148,10 @@ class TokenLogprobs:
     top: tuple[RankedLogprob, ...]
 
 
+#: Name under which tokens that a constraint forces are counted and shown, like the name of a pool.
+GRAMMAR_POOL = "grammar"
+
+
 class Provenance(NamedTuple):
     """Origin of the tokens of one round, as columns with one entry a token."""
 
@@ -162,11 +166,21 @@ class Provenance(NamedTuple):
     """Empty if the request asks for no logprobs."""
     num_draft_tokens: int = 0
     """Number of draft tokens of the round."""
+    num_forced: int = 0
+    """Number of leading tokens that the request's constraint forced; `draft_pool` did not draft them."""
+
+    def pool_of(self, index: int) -> str:
+        """Return the pool that drafted a token."""
+        return GRAMMAR_POOL if index < self.num_forced else self.draft_pool
 
     def since(self, count: int) -> Provenance:
         """Return the columns without the first `count` tokens."""
         return self._replace(
-            sources=self.sources[count:], p=self.p[count:], q=self.q[count:], logprobs=self.logprobs[count:]
+            sources=self.sources[count:],
+            p=self.p[count:],
+            q=self.q[count:],
+            logprobs=self.logprobs[count:],
+            num_forced=max(0, self.num_forced - count),
         )
 
 

@@ -147,7 +147,7 @@ def _encode_detail(chunk: OutputChunk, index: int, token_bytes: Callable[[int], 
         source=cast("coordinator_pb2.TokenSource", int(source)),
         p=origin.p[index],
         q=origin.q[index],
-        draft_pool=origin.draft_pool if source in _DRAFTED else "",
+        draft_pool=origin.pool_of(index) if source in _DRAFTED else "",
         text=chunk.texts[index],
     )
     if origin.logprobs:

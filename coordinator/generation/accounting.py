@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from coordinator.admission.slots import RunningSlot
 from coordinator.generation.request_trace import RequestTrace
-from coordinator.requests import GenerationIdentity, RequestStats
+from coordinator.requests import GRAMMAR_POOL, GenerationIdentity, RequestStats
 from coordinator.round.outcome import RoundOutcome
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import FinishReason
@@ -179,11 +179,14 @@ class Account:
                 wire_bytes=outcome.wire_bytes,
             )
             return
+        num_forced = outcome.num_forced if outcome.draft_pool != GRAMMAR_POOL else 0
+        if num_forced:
+            self._metrics.rounds.observe_forced(GRAMMAR_POOL, num_forced)
         self._metrics.rounds.observe_round(
             pool=outcome.draft_pool,
             num_requested=outcome.num_requested,
-            num_draft_tokens=outcome.num_draft_tokens,
-            num_accepted=outcome.num_accepted,
+            num_draft_tokens=outcome.num_draft_tokens - num_forced,
+            num_accepted=outcome.num_accepted - num_forced,
             draft_s=outcome.draft_s,
             verify_s=outcome.verify_s,
             wire_bytes=outcome.wire_bytes,

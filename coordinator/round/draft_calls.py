@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -65,6 +65,8 @@ class Draft(NamedTuple):
     """Time at which the last call was sent, as in `WireStats`."""
     received_s: float = 0.0
     """Time at which the last answer was received, as in `WireStats`."""
+    num_forced: int = 0
+    """Number of leading tokens that the request's constraint forces; `pool` did not draft them."""
 
     def local_for(self, target: TargetReplica) -> LocalDraft | None:
         """Return the draft that this target is to make by itself, or None."""
@@ -92,13 +94,14 @@ class DraftCalls:
         self._failures_in_a_row = 0
         self._rounds_to_skip = 0
 
-    async def propose(self, round_id: int, gamma: int, committed_len: int) -> Draft:
+    async def propose(self, round_id: int, gamma: int, committed_len: int, forced: Sequence[int] = ()) -> Draft:
         """Request draft tokens from the session's draft replica. Every failure gives a draft without tokens.
 
         Args:
             round_id: id of the round.
             gamma: number of draft tokens wanted; the replica's own limits may lower it.
             committed_len: number of committed tokens of the session.
+            forced: tokens that follow the committed ones for certain; the draft follows them.
         """
         if gamma < 1:
             return Draft(missing_cause="off", pool=self._pool, run_portion=RUN_PORTION)
@@ -108,20 +111,21 @@ class DraftCalls:
         replica = self._replicas.choose_draft()
         if replica is None:
             return Draft(missing_cause="no_replica", pool=self._pool, run_portion=RUN_PORTION)
-        gamma = min(gamma, *_draft_limits(replica, committed_len))
+        prefix_len = committed_len + len(forced)
+        gamma = min(gamma, *_draft_limits(replica, prefix_len))
         if gamma < 1:
             return Draft(missing_cause="draft_context", pool=self._pool)
 
         began = time.perf_counter()
         wire = WireStats()
         try:
-            proposal = await self._calls.call(replica, round_id, partial(self._send, replica, gamma, wire))
+            proposal = await self._calls.call(replica, round_id, partial(self._send, replica, gamma, wire), forced)
             check_proposal(
                 proposal,
                 gamma=gamma,
                 with_supports=not self._setting.answers_choices,
                 vocabulary_size=self._setting.vocabulary_size,
-                key=self._calls.draw_key,
+                key=self._calls.draw_key_after(len(forced)),
             )
         except (SpecdecError, TimeoutError) as error:
             cause = self._note_failure(replica, error)
@@ -130,7 +134,7 @@ class DraftCalls:
         replica.health.reset()
         self._failures_in_a_row = 0
         wait_s = time.perf_counter() - began
-        self._deadline.observe(gamma, committed_len - proposal.num_cached_tokens, wait_s)
+        self._deadline.observe(gamma, prefix_len - proposal.num_cached_tokens, wait_s)
         return Draft(
             proposal=proposal,
             replica=replica,

@@ -8,7 +8,7 @@ in text are in `lookup_drafts`, the calls to a draft replica in `draft_calls`, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from coordinator.replicas.placement import SessionReplicas
@@ -27,13 +27,14 @@ _GONE = ("no_replica", "REPLICA_UNAVAILABLE", _OUTGROWN)
 class DraftSource(Protocol):
     """Gives the drafts of one request's rounds."""
 
-    async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
+    async def propose(self, round_id: int, limit: int, committed_len: int, forced: Sequence[int] = ()) -> Draft:
         """Return the draft of a round. Every failure gives a draft without tokens.
 
         Args:
             round_id: id of the round.
             limit: largest number of draft tokens that can still become output.
             committed_len: number of committed tokens of the session.
+            forced: tokens that follow the committed ones for certain. The draft follows them, without holding them.
         """
         ...
 
@@ -69,9 +70,9 @@ class ReplicaDraftSource:
         self.chooser = chooser
         self._calls = calls
 
-    async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
+    async def propose(self, round_id: int, limit: int, committed_len: int, forced: Sequence[int] = ()) -> Draft:
         """See `DraftSource.propose`."""
-        return await self._calls.propose(round_id, self.chooser.choose(limit), committed_len)
+        return await self._calls.propose(round_id, self.chooser.choose(limit), committed_len, forced)
 
     def complete(self, draft: Draft, target: TargetAnswer) -> Draft:
         """See `DraftSource.complete`; the draft is complete already."""
@@ -103,9 +104,12 @@ class InTargetDraftSource:
         self.chooser = chooser
         self._pool = pool
 
-    async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
-        """See `DraftSource.propose`; the draft says what to request, and has no tokens yet."""
-        gamma = self.chooser.choose(limit)
+    async def propose(self, round_id: int, limit: int, committed_len: int, forced: Sequence[int] = ()) -> Draft:
+        """See `DraftSource.propose`; the draft says what to request, and has no tokens yet.
+
+        A target drafts after tokens with KV, so nothing follows forced tokens.
+        """
+        gamma = 0 if forced else self.chooser.choose(limit)
         if gamma < 1:
             return Draft(missing_cause="off", pool=self._pool, run_portion=RUN_PORTION)
         return Draft(local=LocalDraft(self._pool, gamma), pool=self._pool)
@@ -165,7 +169,7 @@ class RoutedDraftSource:
         """Chooser of the present pool."""
         return self._source.chooser
 
-    async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
+    async def propose(self, round_id: int, limit: int, committed_len: int, forced: Sequence[int] = ()) -> Draft:
         """See `DraftSource.propose`."""
         pool = self._replicas.draft_pool
         if self._missing_cause in _GONE:
@@ -176,7 +180,7 @@ class RoutedDraftSource:
             self._replicas.draft_pool = following
             if following not in self._sources:
                 self._sources[following] = self._source_of(following)
-        draft = await self._source.propose(round_id, limit, committed_len)
+        draft = await self._source.propose(round_id, limit, committed_len, forced)
         self._missing_cause = draft.missing_cause
         return draft
 

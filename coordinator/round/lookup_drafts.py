@@ -59,14 +59,14 @@ class LookupDraftSource:
         self._with_supports = with_supports
         self._rounds_without = 0
 
-    async def propose(self, round_id: int, limit: int, committed_len: int) -> Draft:
+    async def propose(self, round_id: int, limit: int, committed_len: int, forced: Sequence[int] = ()) -> Draft:
         """See `DraftSource.propose`."""
-        token_ids = self._find(limit)
+        token_ids = self._find(limit, forced)
         if token_ids:
             proposal = point_masses(token_ids, self._with_supports)
             return Draft(proposal, num_requested=len(token_ids), pool=self._pool)
         if self._otherwise is not None:
-            draft = await self._otherwise.propose(round_id, limit, committed_len)
+            draft = await self._otherwise.propose(round_id, limit, committed_len, forced)
             return draft._replace(run_portion=min(draft.run_portion, RUN_PORTION))
         return Draft(missing_cause="no_match", pool=self._pool, run_portion=RUN_PORTION)
 
@@ -94,9 +94,9 @@ class LookupDraftSource:
         else:
             self._otherwise.observe_run_step(times)
 
-    def _find(self, limit: int) -> list[int]:
+    def _find(self, limit: int, forced: Sequence[int] = ()) -> list[int]:
         """Return at most `limit` found tokens that are worth a round; none if nothing is found."""
-        self._read()
+        self._read(forced)
         gamma = self._gamma(limit)
         if self._lookup.num_read < len(self._tokens) or not gamma:
             return []
@@ -120,11 +120,17 @@ class LookupDraftSource:
         found = self._chooser.best_rate(num_found)
         return models is None or found is None or found >= models
 
-    def _read(self) -> None:
-        """Read the tokens that were committed since the last call, up to a limit that bounds the delay of the round."""
+    def _read(self, forced: Sequence[int]) -> None:
+        """Read the tokens that were committed since the last call, up to a limit that bounds the delay of the round.
+
+        Forced tokens are read once all others are: they will be committed, whatever else the round decides.
+        """
         start = self._lookup.num_read
         if start < len(self._tokens):
             self._lookup.read(self._tokens.tail(start)[:MOST_READ_AT_ONCE].tolist())
+        num_ahead = self._lookup.num_read - len(self._tokens)
+        if 0 <= num_ahead < len(forced):
+            self._lookup.read(forced[num_ahead:])
 
 
 def point_masses(token_ids: Sequence[int], with_supports: bool) -> Proposal:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from coordinator.requests import Provenance, RankedLogprob, TokenLogprobs
+from coordinator.round.draft_calls import Draft
 from coordinator.round.timeline import RoundTimeline
-from specdec.contract.types import LogitRow, Proposal, Support, TokenIds, Verification
+from specdec.contract.types import LogitRow, Support, TokenIds, Verification
 from specdec.core.rejection import Decision
 
 
@@ -43,10 +44,13 @@ class RoundOutcome(NamedTuple):
     """Number of draft tokens requested; 0 if no draft was, or no replica answered."""
     timeline: RoundTimeline | None = None
     """Recorded if the setting says so."""
+    num_forced: int = 0
+    """Number of leading draft tokens that the request's constraint forces; `draft_pool` did not draft them."""
 
 
-def trace_tokens(decision: Decision, proposal: Proposal, verification: Verification, draft_pool: str) -> Provenance:
+def trace_tokens(decision: Decision, draft: Draft, verification: Verification) -> Provenance:
     """Return where the decided tokens came from, as columns; logprobs are set when the target sent logit rows."""
+    proposal = draft.proposal
     logprobs: tuple[TokenLogprobs, ...] = ()
     if verification.logit_rows:
         logprobs = tuple(
@@ -54,7 +58,9 @@ def trace_tokens(decision: Decision, proposal: Proposal, verification: Verificat
             for index, token_id in enumerate(decision.token_ids)
         )
     num_draft_tokens = len(proposal.draft_token_ids)
-    return Provenance(decision.sources, decision.p, decision.q, draft_pool, logprobs, num_draft_tokens)
+    return Provenance(
+        decision.sources, decision.p, decision.q, draft.pool, logprobs, num_draft_tokens, draft.num_forced
+    )
 
 
 def _logprobs(token_id: int, index: int, supports: Sequence[Support], verification: Verification) -> TokenLogprobs:

@@ -141,13 +141,14 @@ class RequestRouter:
         if outcome.num_draft_tokens and outcome.draft_pool:
             self._routes.count_round(self.request_class, outcome.draft_pool)
             tested, accepted = self._used.setdefault(outcome.draft_pool, [[], []])
-            num_tested = min(outcome.num_accepted + 1, outcome.num_draft_tokens)
+            num_accepted = outcome.num_accepted - outcome.num_forced
+            num_tested = min(num_accepted + 1, outcome.num_draft_tokens - outcome.num_forced)
             for index in range(num_tested):
                 if index == len(tested):
                     tested.append(0.0)
                     accepted.append(0.0)
                 tested[index] += 1.0
-                accepted[index] += index < outcome.num_accepted
+                accepted[index] += index < num_accepted
 
     def end(self, stats: RequestStats | None) -> None:
         """End the last span; `stats` are those of a request that ended well, else None."""

@@ -110,7 +110,7 @@ class RoundRunner:
             timeline.decided_s = time.monotonic()
         return RoundOutcome(
             token_ids=decision.token_ids,
-            provenance=trace_tokens(decision, draft.proposal, target.verification, draft.pool),
+            provenance=trace_tokens(decision, draft, target.verification),
             draft_token_ids=draft.proposal.draft_token_ids,
             num_draft_tokens=len(draft.proposal.draft_token_ids),
             num_accepted=decision.num_accepted,
@@ -124,6 +124,7 @@ class RoundRunner:
             verification=target.verification,
             num_requested=draft.num_requested,
             timeline=timeline,
+            num_forced=draft.num_forced,
         )
 
     def note_committed(self, committed_len: int) -> None:

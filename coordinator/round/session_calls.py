@@ -7,8 +7,10 @@ choose the replica and handle its failures themselves.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import Replica
@@ -52,10 +54,18 @@ class SessionCalls:
     @property
     def draw_key(self) -> DrawKey:
         """Return the key of the draws of the round that begins after the committed tokens."""
-        return DrawKey(self._setting.seed, self._setting.turn, len(self._tokens))
+        return self.draw_key_after(0)
+
+    def draw_key_after(self, num_forced: int) -> DrawKey:
+        """Return the key of the draws of a draft that begins after the committed tokens and some forced ones."""
+        return DrawKey(self._setting.seed, self._setting.turn, len(self._tokens) + num_forced)
 
     async def call(
-        self, replica: Replica[Any], round_id: int, send: Callable[[SessionPosition], Awaitable[AnswerT]]
+        self,
+        replica: Replica[Any],
+        round_id: int,
+        send: Callable[[SessionPosition], Awaitable[AnswerT]],
+        forced: Sequence[int] = (),
     ) -> AnswerT:
         """Make a call with what the replica lacks, and again if it lacks more tokens than was assumed, or the text of
         the constraint.
@@ -64,6 +74,7 @@ class SessionCalls:
             replica: replica to call.
             round_id: id of the round.
             send: makes the call.
+            forced: tokens that follow the committed ones for certain, as if they were committed.
 
         Raises:
             KvMiss, ConstraintMiss: the replica lacks what was sent.
@@ -73,7 +84,7 @@ class SessionCalls:
         lacked_tokens = False
         while True:
             try:
-                return await send(self._position(replica, round_id, constraint))
+                return await send(self._position(replica, round_id, constraint, forced))
             except KvMiss as miss:
                 if lacked_tokens:
                     raise
@@ -99,7 +110,9 @@ class SessionCalls:
         if stale.epoch < (time.time() + _MOST_CLOCK_AHEAD_S) * 1e6:
             self.seen_epoch = max(self.seen_epoch, stale.epoch)
 
-    def _position(self, replica: Replica[Any], round_id: int, constraint: Constraint | None) -> SessionPosition:
+    def _position(
+        self, replica: Replica[Any], round_id: int, constraint: Constraint | None, forced: Sequence[int]
+    ) -> SessionPosition:
         setting, tokens = self._setting, self._tokens
         start = self._replicas.start_for(replica, len(tokens))
         return SessionPosition(
@@ -108,7 +121,7 @@ class SessionCalls:
             round_id=round_id,
             start=start,
             prefix_hash=tokens.prefix_hash(start),
-            token_ids=tokens.tail(start),
+            token_ids=np.append(tokens.tail(start), np.array(forced, dtype=np.uint32)),
             filters=setting.filters,
             seed=setting.seed,
             turn=setting.turn,

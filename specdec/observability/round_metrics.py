@@ -56,6 +56,10 @@ class RoundMetrics:
         series.note_acceptance(num_draft_tokens, num_accepted)
         self._note_costs(draft_s, verify_s, wire_bytes)
 
+    def observe_forced(self, pool: str, num_tokens: int) -> None:
+        """Record the forced tokens before the draft of another pool in the same round."""
+        self.of_pool(pool).note_acceptance(num_tokens, num_tokens)
+
     def observe_target_only_step(
         self, *, pool: str, cause: str, draft_s: float, verify_s: float, wire_bytes: int
     ) -> None:

@@ -272,7 +272,8 @@ class LlamaBackend:
         if not masks.are_ready(_MASK_PATIENCE_S):
             return _Logits(logits, run.start)
         try:
-            return Answer(distributions_of(logits, rows_request, masks.future.result().masks), num_cached_tokens=run.start)
+            legal = masks.future.result()
+            return Answer(distributions_of(logits, rows_request, legal.masks), num_cached_tokens=run.start)
         except SpecdecError as error:
             return error
 

@@ -7,6 +7,7 @@ token by token without services (`tests/support/masked_target.py`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import threading
@@ -164,6 +165,18 @@ async def test_a_constrained_text_is_the_masked_targets_with_drafts_of_any_kind_
         outputs = await texts_of(coordinator, asked)
         check_texts(cases, outputs, rig)
         assert sum(output.finished.stats.num_draft_tokens for output in outputs) > 50
+
+
+async def test_a_draft_goes_on_behind_forced_tokens_in_the_same_round() -> None:
+    async with Rig(constrained=True) as rig:
+        coordinator = await rig.coordinator()
+        for mode in MODES.values():
+            asked = request(constraint=CONSTRAINTS["schema"], temperature=0.0, mode=mode, gamma=3, provenance=True)
+            output = await coordinator.generate(asked)
+            pools = [detail.draft_pool for detail in output.details]
+            # A bonus token, which no pool drafted, would stand between two rounds.
+            assert ("grammar", "default") in itertools.pairwise(pools)
+            assert output.finished.stats.num_draft_tokens > pools.count("grammar") > 0
 
 
 async def test_every_constrained_text_is_valid_unless_its_limit_cut_it() -> None:
