@@ -3,7 +3,8 @@
 On SmolLM2-135M, which `make real` installs, or else on the demo target:
 
 - the processor time of the masks of one stream over the time of its steps;
-- a tool call in compact JSON: tokens a second with the forced tokens as drafts, over the target alone;
+- a tool call in the format Hermes, whose JSON has no free white space: tokens a second with the forced tokens as
+  drafts, and with those that the target finds in a run, over free text of the target alone;
 - fifteen streams beside one with a slow constraint: their time between tokens, over the time without it;
 - acceptance of the demo pair's draft, which masks q.
 """
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,25 +32,34 @@ SUITE = "structured"
 NUM_QUICK_PAIRS = 2
 MOST_MASK_SHARE, LEAST_FORCED_GAIN, MOST_GAP_RATIO = 0.02, 1.25, 1.1
 NUM_OTHERS, OTHER_TOKENS = 15, 48
+#: About the length of the tool call.
+NUM_CALL_TOKENS = 80
 PROMPT = "The weather in Paris today, as JSON: "
 
-#: Arguments of a tool call. Only the values are free.
-TOOL_CALL = Constraint.json_schema(
+_ARGUMENTS = {
+    "type": "object",
+    "properties": {
+        "location_city_name": {"type": "string", "maxLength": 12},
+        "temperature_unit": {"enum": ["celsius", "fahrenheit"]},
+        "number_of_forecast_days": {"type": "integer", "minimum": 1, "maximum": 14},
+    },
+    "required": ["location_city_name", "temperature_unit", "number_of_forecast_days"],
+    "additionalProperties": False,
+}
+_NAME = "get_current_weather_forecast"
+#: A conversation whose answer is a call of one tool. Only the values are free.
+TOOL_CALL: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is the weather in Paris in the next 3 days, in celsius?"}],
+    "tools": [{"type": "function", "function": {"name": _NAME, "parameters": _ARGUMENTS}}],
+    "tool_choice": {"type": "function", "function": {"name": _NAME}},
+}
+#: The format of calls, which the models' templates do not show.
+TOOL_FORMAT = {"SPECDEC_COORDINATOR__TOOL_PARSER": "hermes"}
+#: The same call as JSON of a schema, with white space between its parts.
+CALL_AS_JSON = Constraint.json_schema(
     {
         "type": "object",
-        "properties": {
-            "name": {"const": "get_current_weather_forecast"},
-            "arguments": {
-                "type": "object",
-                "properties": {
-                    "location_city_name": {"type": "string", "maxLength": 12},
-                    "temperature_unit": {"enum": ["celsius", "fahrenheit"]},
-                    "number_of_forecast_days": {"type": "integer", "minimum": 1, "maximum": 14},
-                },
-                "required": ["location_city_name", "temperature_unit", "number_of_forecast_days"],
-                "additionalProperties": False,
-            },
-        },
+        "properties": {"name": {"const": _NAME}, "arguments": _ARGUMENTS},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
@@ -73,7 +84,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     row = partial(Row, suite=SUITE, origin=Origin(), quick=arguments.quick)
     num_pairs = NUM_QUICK_PAIRS if arguments.quick else MIN_PAIRS
     model = _model()
-    with UpSystem(["--target", str(model), "--device", "cpu"]) as system:
+    with UpSystem(["--target", str(model), "--device", "cpu"], TOOL_FORMAT) as system:
         rows = [*_forced_rows(system, partial(row, case=f"{model.stem}, one tool call"), num_pairs)]
         rows += _mask_rows(system, partial(row, case=f"{model.stem}, one stream"), num_pairs)
         rows += _slow_rows(system, partial(row, case=f"{model.stem}, {NUM_OTHERS} streams"), num_pairs)
@@ -89,36 +100,42 @@ def _model() -> Path:
         return DEMO / "target"
 
 
-def _call(system: UpSystem, constraint: Constraint = TOOL_CALL, **options: object) -> Completion:
+def _object(system: UpSystem, constraint: Constraint = CALL_AS_JSON, **options: object) -> Completion:
     return system.client.generate(PROMPT, constraint=constraint, max_new_tokens=160, **options)
 
 
 def _forced_rows(system: UpSystem, row: MakeRow, num_pairs: int) -> list[Row]:
-    """Return the speed of a tool call with the forced tokens as drafts, over the target alone; greedy."""
+    """Return the speed of a tool call over that of free text, whose tokens take a pass each; greedy."""
 
-    def rate(mode: str, _: int) -> float:
+    def rate(options: dict[str, Any], _: int) -> float:
         began_s = time.perf_counter()
-        completion = _call(system, temperature=0.0, mode=mode, gamma=0)
+        completion = system.client.generate(temperature=0.0, gamma=0, max_new_tokens=NUM_CALL_TOKENS, **options)
         return len(completion.token_ids) / (time.perf_counter() - began_s)
 
-    systems = {"specdec_alone": partial(rate, "off"), "specdec_forced": partial(rate, "coupled")}
+    free: dict[str, Any] = {"messages": TOOL_CALL["messages"], "ignore_eos": True, "mode": "off"}
+    systems = {
+        "free text": partial(rate, free),
+        "specdec_forced": partial(rate, TOOL_CALL | {"mode": "coupled"}),
+        "specdec_run": partial(rate, TOOL_CALL | {"mode": "off"}),
+    }
     rates = take_turns("tool call", systems, range(num_pairs), [-1])
-    ratio = median_ratio(rates["specdec_forced"], rates["specdec_alone"])
     rows = [
         row(system=name, metric="tokens_per_s", value=float(np.median(each)), unit="tokens/s")
         for name, each in rates.items()
     ]
-    return [
-        *rows,
-        row(
-            system="specdec_forced", metric="tokens_per_s_ratio", unit="x", ratio_to="specdec_alone",
-            required=LEAST_FORCED_GAIN, **ratio.fields,
-        ),
-    ]  # fmt: skip
+    for name in ("specdec_forced", "specdec_run"):
+        ratio = median_ratio(rates[name], rates["free text"])
+        rows.append(
+            row(
+                system=name, metric="tokens_per_s_ratio", unit="x", ratio_to="free text", required=LEAST_FORCED_GAIN,
+                **ratio.fields,
+            )
+        )  # fmt: skip
+    return rows
 
 
 def _mask_rows(system: UpSystem, row: MakeRow, num_pairs: int) -> list[Row]:
-    """Return the time of the masks over that of the steps, without forced tokens."""
+    """Return the time of the masks over that of the steps."""
 
     def sums(name: str) -> float:
         addresses = metrics_addresses_of(system.endpoint)
@@ -126,7 +143,7 @@ def _mask_rows(system: UpSystem, row: MakeRow, num_pairs: int) -> list[Row]:
 
     before = sums("constraint_mask"), sums("step")
     for seed in range(num_pairs):
-        _call(system, temperature=1.0, mode="off", seed=seed)
+        _object(system, temperature=1.0, mode="off", seed=seed)
     masks_s, steps_s = sums("constraint_mask") - before[0], sums("step") - before[1]
     return [
         row(
@@ -142,7 +159,7 @@ def _slow_rows(system: UpSystem, row: MakeRow, num_pairs: int) -> list[Row]:
     def gap_s(others: Constraint | None, index: int) -> float:
         return asyncio.run(_gap_s(system.endpoint, others, index))
 
-    systems = {"beside JSON": partial(gap_s, TOOL_CALL), "beside a slow constraint": partial(gap_s, SLOW)}
+    systems = {"beside JSON": partial(gap_s, CALL_AS_JSON), "beside a slow constraint": partial(gap_s, SLOW)}
     gaps_s = take_turns("slow constraint", systems, range(num_pairs), [-1])
     ratio = median_ratio(gaps_s["beside a slow constraint"], gaps_s["beside JSON"])
     return [
@@ -179,7 +196,7 @@ def _acceptance_rows(system: UpSystem, row: MakeRow, num_runs: int) -> list[Row]
     """Return the accepted share of the draft model's tokens, forced ones left out."""
     num_drafted = num_accepted = 0
     for seed in range(num_runs):
-        completion = _call(system, TEXTS, temperature=1.0, mode="rejection", seed=seed, gamma=4, provenance=True)
+        completion = _object(system, TEXTS, temperature=1.0, mode="rejection", seed=seed, gamma=4, provenance=True)
         num_forced = sum(detail.draft_pool == "grammar" for detail in completion.details)
         num_drafted += completion.stats.num_draft_tokens - num_forced
         num_accepted += completion.stats.num_accepted_tokens - num_forced
