@@ -14,8 +14,8 @@ SHARING = {
     "system": ("test_anthropic_client", "test_langchain_client", "test_litellm_client", "test_openai_client",
                "test_openai_responses", "test_pydantic_ai_client"),
     "demo": ("test_documented_code", "test_examples", "test_instructor_client", "test_openai_forms", "test_playground",
-             "test_structured_output", "test_talk", "test_tmux"),
-    "tool_url": ("test_chat_tools", "test_openai_agents_client", "test_tools_over_http"),
+             "test_playground_chat", "test_structured_output", "test_talk", "test_tmux"),
+    "tool_url": ("test_chat_tools", "test_openai_agents_client", "test_playground_forms", "test_tools_over_http"),
 }  # fmt: skip
 _SYSTEMS = {f"tests/e2e/{name}.py": system for system, names in SHARING.items() for name in names}
 

@@ -44,7 +44,7 @@ async function generate() {
   if (kind === "chat" && !input.trim()) return;
   if (session?.kind !== "chat" || kind !== "chat") showSession(new Session(kind));
   session.system = system;
-  const turn = new Turn(input);
+  const turn = new Turn(input, settings.formName);
   const body = {
     ...settings.parameters,
     ...inputBody({ kind, input, system, turns: session.turns }),
@@ -98,7 +98,7 @@ async function run(turn, open, compared) {
 /** Make the same request target-only, in a session that is deleted afterwards. */
 async function compare(body, kind, input, signal) {
   const { id } = new Session(kind);
-  const turn = new Turn(input);
+  const turn = new Turn(input, settings.formName);
   const sent = { ...body, session_id: id, speculation: { mode: "off" } };
   panes.other.output.begin(turn, kind);
   const stream = {

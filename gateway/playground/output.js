@@ -37,12 +37,14 @@ export class OutputView {
   begin(turn, kind) {
     const input = element("span", { className: "input", textContent: turn.input });
     const output = element("span", { className: "tokens" });
+    const form = element("p", { className: "form-name hint", hidden: !turn.formName });
+    form.textContent = `Constrained to ${turn.formName}.`;
     const markup = kind === "chat" ? element("div", { className: "markup" }) : null;
-    const block = element("div", { className: `turn ${kind}` }, input, output);
+    const block = element("div", { className: `turn ${kind}` }, input, form, output);
     if (kind === "chat") {
       output.after(markup);
       input.before(element("h4", { textContent: "You" }));
-      output.before(element("h4", { textContent: "Model" }));
+      form.before(element("h4", { textContent: "Model" }));
     }
     this.container.append(block);
     this.#shown = { turn, output, markup, numTokens: 0 };
@@ -70,7 +72,7 @@ export class OutputView {
     shown.isDue = true;
     requestAnimationFrame(() => {
       shown.isDue = false;
-      shown.markup.replaceChildren(...renderMarkdown(shown.turn.text));
+      shown.markup.replaceChildren(...renderMarkdown(shown.turn.answer), ...shown.turn.calls.map(callElement));
     });
   }
 
@@ -108,4 +110,11 @@ export class OutputView {
     this.#spans[index].tabIndex = 0;
     this.#spans[index].focus();
   }
+}
+
+/** Return a call of a tool, as it stands. */
+function callElement({ name, arguments: written }) {
+  const label = `Call of ${name}`;
+  const shown = element("pre", { textContent: written, tabIndex: 0, role: "region", ariaLabel: `Arguments of ${name}` });
+  return element("div", { className: "call", role: "group", ariaLabel: label }, element("h5", { textContent: name }), shown);
 }

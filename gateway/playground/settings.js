@@ -1,5 +1,7 @@
 /** Reads the request's form, remembers its fields, and makes the body of a request from them. */
 
+import { readForm } from "./form.js";
+
 const SETTINGS = "specdec.settings";
 const SAMPLING = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"];
 
@@ -9,6 +11,9 @@ export class Settings {
     this.form = form;
     this.#restore();
     form.addEventListener("change", () => this.#remember());
+    form.addEventListener("input", () => this.#checkForm());
+    form.addEventListener("change", () => this.#checkForm());
+    this.#checkForm();
   }
 
   /** @returns {"prompt" | "chat"} */
@@ -38,6 +43,11 @@ export class Settings {
     this.form.elements.system.value = value;
   }
 
+  /** Form of the answer in words; "" for free text. */
+  get formName() {
+    return this.#form.name;
+  }
+
   get hasMarks() {
     return this.kind === "prompt" || this.form.elements.marks.checked;
   }
@@ -59,7 +69,7 @@ export class Settings {
     if (elements.gamma.value) speculation.gamma = Number(elements.gamma.value);
     if (elements.draft_pool.value) speculation.draft_pool = elements.draft_pool.value;
     if (Object.keys(speculation).length) parameters.speculation = speculation;
-    return parameters;
+    return { ...parameters, ...this.#form.fields };
   }
 
   /** Offer the models and draft pools of the server. */
@@ -69,6 +79,15 @@ export class Settings {
     pool.replaceChildren(pool.options[0], ...pools.map((name) => new Option(name, name)));
     if (maxGamma) gamma.max = maxGamma;
     this.#restore();
+  }
+
+  get #form() {
+    return readForm(this.form.elements.form.value, this.kind);
+  }
+
+  /** Let the browser tell a form that cannot be used, before anything is sent. */
+  #checkForm() {
+    this.form.elements.form.setCustomValidity(this.#form.problem);
   }
 
   #remember() {
@@ -103,7 +122,16 @@ export function inputBody({ kind, input, system, turns }) {
   const first = system ? [{ role: "system", content: system }] : [];
   const messages = answered.flatMap((turn) => [
     { role: "user", content: turn.input },
-    { role: "assistant", content: turn.text },
+    answerOf(turn),
   ]);
   return { messages: [...first, ...messages, { role: "user", content: input }] };
+}
+
+/** Return an answer as the next request has it. */
+function answerOf({ answer, calls }) {
+  if (!calls.length) return { role: "assistant", content: answer };
+  const toolCalls = calls.map(({ id, name, arguments: written }) => (
+    { id, type: "function", function: { name, arguments: written } }
+  ));
+  return { role: "assistant", content: answer || null, tool_calls: toolCalls };
 }

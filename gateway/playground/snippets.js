@@ -49,8 +49,9 @@ function quoted(text) {
 
 /** Return a Python program. @param {{base: string, kind: string, body: object, hasKey: boolean}} request */
 function asPython({ base, kind, body, hasKey }) {
-  const known = Object.entries(body).filter(([name]) => !EXTRA.includes(name));
-  const extra = Object.entries(body).filter(([name]) => EXTRA.includes(name));
+  const names = kind === "chat" ? EXTRA : [...EXTRA, "response_format"];
+  const known = Object.entries(body).filter(([name]) => !names.includes(name));
+  const extra = Object.entries(body).filter(([name]) => names.includes(name));
   const fields = known.map(([name, value]) => `    ${name}=${literal(value, 1)},\n`);
   if (!("model" in body)) fields.unshift('    model="",\n');
   if (extra.length) fields.push(`    extra_body=${literal(Object.fromEntries(extra), 1)},\n`);

@@ -6,6 +6,7 @@ const MARGIN_PX = 8;
 
 const MEANINGS = {
   accepted: "accepted draft token",
+  forced: "the only one that the form of the answer allows",
   corrected: "in place of a rejected draft token",
   bonus: "after a wholly accepted draft",
   target: "target-only step",
@@ -58,7 +59,7 @@ function rowsOf({ text, source, p, q, pool, round }) {
   ];
   if (source === "unknown") return rows;
   rows.push(["p, target", probability(p)]);
-  rows.push(["q, draft", draftProbability(source, q)]);
+  if (source !== "forced") rows.push(["q, draft", draftProbability(source, q)]);
   if (pool) rows.push(["Draft pool", pool]);
   rows.push(["Round", String(round)]);
   return rows;

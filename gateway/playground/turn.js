@@ -1,12 +1,18 @@
 /** One turn of a session: its input, its tokens with their sources, and its rounds. */
 
 /** Sources of a token; `unknown` stands for tokens that the server replayed from its log, which keeps no source. */
-export const SOURCES = ["accepted", "corrected", "bonus", "target"];
+export const SOURCES = ["accepted", "forced", "corrected", "bonus", "target"];
+/** Name under which the server shows tokens that the form of the answer forces. */
+const GRAMMAR_POOL = "grammar";
 
 export class Turn {
-  /** @param {string} input prompt, or the user's message */
-  constructor(input) {
+  /**
+   * @param {string} input prompt, or the user's message
+   * @param {string} formName form of the answer in words; "" for free text
+   */
+  constructor(input, formName = "") {
     this.input = input;
+    this.formName = formName;
     /** `running`, `stopped` (by the user), `failed` or `finished`. */
     this.state = "running";
     this.finishReason = "";
@@ -16,10 +22,19 @@ export class Turn {
     this.tokens = [];
     /** Draft tokens and accepted tokens of each round. @type {{drafted: number, accepted: number}[]} */
     this.rounds = [];
+    /** Text of the answer without its calls. */
+    this.content = "";
+    /** Calls of tools. @type {{id: string, name: string, arguments: string}[]} */
+    this.calls = [];
   }
 
   get text() {
     return this.tokens.map((token) => token.text).join("");
+  }
+
+  /** The answer without calls; all of the text if there are none. */
+  get answer() {
+    return this.calls.length ? this.content : this.text;
   }
 
   /** Add one streamed chunk. Return the number of tokens in it. */
@@ -27,6 +42,7 @@ export class Turn {
     this.eventId = eventId || this.eventId;
     const choice = chunk.choices?.[0];
     const numBefore = this.tokens.length;
+    for (const each of chunk.choices ?? []) this.#addDelta(each.delta ?? {});
     if (chunk.specdec) this.#addTokens(chunk.specdec);
     else this.#addText(choice?.delta?.content ?? choice?.text ?? "");
     if (choice?.finish_reason) {
@@ -34,6 +50,16 @@ export class Turn {
       this.state = "finished";
     }
     return this.tokens.length - numBefore;
+  }
+
+  #addDelta({ content, tool_calls: toolCalls }) {
+    this.content += content ?? "";
+    for (const { index, id, function: called } of toolCalls ?? []) {
+      const call = (this.calls[index] ??= { id: "", name: "", arguments: "" });
+      call.id ||= id ?? "";
+      call.name ||= called?.name ?? "";
+      call.arguments += called?.arguments ?? "";
+    }
   }
 
   #addTokens({ tokens, round }) {
@@ -64,12 +90,13 @@ export class Turn {
 }
 
 /** Return a token's source. A token that the server replayed from its log has null. */
-function sourceOf({ source }) {
+function sourceOf({ source, draft_pool: pool }) {
+  if (source === "accepted" && pool === GRAMMAR_POOL) return "forced";
   return SOURCES.includes(source) ? source : "unknown";
 }
 
 function roundOf(sources, round) {
-  const accepted = sources.filter((source) => source === "accepted").length;
+  const accepted = sources.filter((source) => source === "accepted" || source === "forced").length;
   return {
     drafted: round?.num_draft_tokens ?? accepted + sources.filter((source) => source === "corrected").length,
     accepted: round?.num_accepted_tokens ?? accepted,

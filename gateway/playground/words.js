@@ -1,5 +1,7 @@
 /** Says in words what streams did. */
 
+const REASONS = { length: "the token limit was reached", tool_calls: "the model called a tool" };
+
 /** Return a stream's rate; "" before it is known. @param {import("./follow.js").Meter} meter */
 export function rateOf({ rate }) {
   return rate === null ? "" : `${rate.toFixed(1)} tokens/s`;
@@ -9,7 +11,7 @@ export function rateOf({ rate }) {
 export function summary({ state, tokens, finishReason }, meter) {
   const length = `${tokens.length} tokens`;
   if (state === "stopped") return `Stopped after ${length}. Resume continues the text.`;
-  const reason = finishReason === "length" ? "the token limit was reached" : "the text ended";
+  const reason = REASONS[finishReason] ?? "the text ended";
   const rate = rateOf(meter);
   const first = meter.firstTokenS === null ? "" : `, first after ${(1000 * meter.firstTokenS).toFixed(0)} ms`;
   return `Finished: ${length}, ${reason}${rate && `, ${rate}`}${first}.`;

@@ -15,8 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Error, Page, expect, sync_playwright
+
+from tests.support.gateway_system import System
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NO_CHROMIUM = "needs the program chromium on the PATH (`make browser`)"
@@ -24,6 +27,7 @@ NO_CHROMIUM = "needs the program chromium on the PATH (`make browser`)"
 SCREENSHOTS = os.environ.get("SPECDEC_SCREENSHOTS", "")
 #: Limit on one step of a page, for machines under load. A step that succeeds takes as long as it needs.
 STEP_TIMEOUT_MS = 120_000
+PHONE_WIDTH = 360
 #: A file of the page, shown as text: while it is open, nothing of the page runs and writes to the browser's storage.
 NO_SCRIPT = "theme.js"
 
@@ -174,3 +178,23 @@ def serious(page: Page) -> list[dict[str, Any]]:
         for finding in Axe().run(page).response["violations"]
         if finding["impact"] in ("serious", "critical")
     ]
+
+
+@pytest.fixture(scope="module")
+def url(demo: System) -> str:
+    """Address of the page of the demo pair."""
+    return f"http://{demo.http}/"
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Page]:
+    """Tab that the tests of a file use one after another."""
+    with chromium() as browser, tab_of(browser) as opened_tab:
+        yield opened_tab
+
+
+@pytest.fixture
+def page(tab: Page, url: str) -> Iterator[Page]:
+    """The page, as a user sees it for the first time."""
+    with opened(tab, url) as shown:
+        yield shown
