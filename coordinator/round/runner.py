@@ -103,7 +103,9 @@ class RoundRunner:
         if target.is_step_of_run:
             self._replicas.learn(target.replica, target.verification.kv_len)
             step = target.verification
-            self._drafts.observe_run_step(RunStepTimes(target.wait_s, step.forward_s, step.step_tokens, committed_len))
+            if target.wait_s > 0.0:  # forced tokens come together with the token before them, and take no time
+                times = RunStepTimes(target.wait_s, step.forward_s, step.step_tokens, committed_len)
+                self._drafts.observe_run_step(times)
         else:
             self._learn(draft, target, verify_s, committed_len, decision.num_accepted)
         if timeline is not None:
