@@ -184,11 +184,16 @@ class StructuredOutputs(_Exact):
     """Lark or GBNF grammar; only if the coordinator has `--allow-grammars`."""
     json_object: Flag | None = None
     """true: a JSON object."""
+    structural_tag: FreeObject | Text | None = None
+    """Free text with parts of a fixed form, as an object or as JSON text: `structures`, each with `begin`, `schema` and
+    `end`, and `triggers`, the texts with which they begin."""
 
     def constraints(self, field: str) -> Iterable[StatedConstraint | None]:
         """Yield the constraint of each member. Raises InvalidRequest."""
         yield from constraints_of(f"{field}.", self.json_, self.regex, self.choice, self.grammar)
         yield stated(f"{field}.json_object", Constraint.json_object) if self.json_object else None
+        if self.structural_tag is not None:
+            yield stated(f"{field}.structural_tag", Constraint.structural_tag, self.structural_tag)
 
 
 def constraints_of(

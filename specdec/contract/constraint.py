@@ -31,6 +31,7 @@ class ConstraintKind(IntEnum):
     GRAMMAR = 5
     STRUCTURAL = 6
     """A grammar that a coordinator made of a request's tools, reasoning and constraint. Clients cannot send it."""
+    STRUCTURAL_TAG = 7
 
 
 @runtime_checkable
@@ -52,7 +53,7 @@ class Constraint:
 
     kind: ConstraintKind
     text: str = ""
-    """JSON schema, regular expression, JSON array of choices, or grammar; "" for JSON_OBJECT."""
+    """JSON schema, regular expression, JSON array of choices, grammar, or structural tags; "" for JSON_OBJECT."""
     is_lenient: bool = False
     """True if keywords of a JSON schema that cannot be enforced are ignored instead of refused."""
 
@@ -98,6 +99,19 @@ class Constraint:
     def grammar(cls, text: str) -> Constraint:
         """Return a constraint to a Lark or GBNF grammar, if the server accepts those. Raises InvalidRequest."""
         return cls(ConstraintKind.GRAMMAR, _text_of("grammar", text))
+
+    @classmethod
+    def structural_tag(cls, tags: Mapping[str, Any] | str) -> Constraint:
+        """Return a constraint to free text in which certain beginnings start JSON of a schema. Raises InvalidRequest.
+
+        Args:
+            tags: vLLM's object, or its JSON text: `structures`, each with `begin`, `schema` and `end`, and `triggers`,
+                texts with which the beginnings start.
+        """
+        if not isinstance(tags, str | Mapping):
+            raise _wrong("structural_tag", f"must be an object or its JSON text, got {type(tags).__name__}")
+        text = tags if isinstance(tags, str) else _json_of("structural_tag", tags)
+        return cls(ConstraintKind.STRUCTURAL_TAG, text)
 
     def check_size(self) -> None:
         """Raise InvalidRequest (CONSTRAINT_INVALID) if the text is longer than the limit.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from specdec.contract.constraint import Constraint, ConstraintKind
-from specdec.structured.grammar import invalid, schema_of, schemas_within
+from specdec.structured.grammar import invalid, schema_of, schemas_within, tags_of
 from specdec.structured.json_schema import problem_of, undefined_formats
 from specdec.structured.matcher import Matcher
 from specdec.structured.token_table import TokenTable
@@ -27,10 +28,7 @@ def check_constraint(table: TokenTable, constraint: Constraint, end_token_ids: S
     """
     matcher = Matcher(table, constraint)
     ignored: list[str] = []
-    schemas = schemas_within(constraint.text) if constraint.kind is ConstraintKind.GRAMMAR else []
-    if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        schemas = [schema_of(constraint)]
-    for schema in schemas:
+    for schema in _schemas_of(constraint):
         if (problem := problem_of(schema, is_lenient=constraint.is_lenient)) is not None:
             raise invalid(constraint, problem)
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
@@ -41,3 +39,12 @@ def check_constraint(table: TokenTable, constraint: Constraint, end_token_ids: S
         raise invalid(constraint, f"cannot be enforced: {warnings[0][:200]}; leave it out")
     matcher.mask(end_token_ids)
     return [*warnings, *ignored]
+
+
+def _schemas_of(constraint: Constraint) -> list[dict[str, Any]]:
+    """Return the JSON schemas that a constraint holds."""
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        return [schema_of(constraint)]
+    if constraint.kind is ConstraintKind.STRUCTURAL_TAG:
+        return [schema_of(structure.schema) for structure in tags_of(constraint).structures]
+    return schemas_within(constraint.text) if constraint.kind is ConstraintKind.GRAMMAR else []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.errors import InvalidRequest
 from specdec.structured.json_schema import prepare
+from specdec.structured.structural_tags import StructuralTags
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -39,6 +40,7 @@ _FIELDS = {
     ConstraintKind.CHOICE: "constraint.choice",
     ConstraintKind.GRAMMAR: "constraint.grammar",
     ConstraintKind.STRUCTURAL: "tools",
+    ConstraintKind.STRUCTURAL_TAG: "constraint.structural_tag",
 }
 
 
@@ -92,11 +94,15 @@ def grammar_of(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_regex("|".join(_literal(choice) for choice in _choices(constraint)))
     if constraint.kind is ConstraintKind.STRUCTURAL:
         return LLMatcher.grammar_from_lark(constraint.text)
+    if constraint.kind is ConstraintKind.STRUCTURAL_TAG:
+        return LLMatcher.grammar_from_lark(lark_of(constraint))
     return _grammar(constraint)
 
 
 def answer_expression(constraint: Constraint) -> str:
-    """Return a constraint as an expression of Lark, for a grammar in which it is one part. Not for GRAMMAR.
+    """Return a constraint as an expression of Lark, for a grammar in which it is one part.
+
+    Not for GRAMMAR and STRUCTURAL_TAG, which have rules; see `lark_of`.
 
     Raises:
         InvalidRequest: the text is not of its kind (CONSTRAINT_INVALID).
@@ -106,6 +112,33 @@ def answer_expression(constraint: Constraint) -> str:
     if constraint.kind in (ConstraintKind.REGEX, ConstraintKind.CHOICE):
         return str(only["lark_grammar"]).removeprefix("start: ")
     return f"%json {json.dumps(only['json_schema'])}"
+
+
+def lark_of(constraint: Constraint) -> str:
+    """Return a constraint with rules, GRAMMAR or STRUCTURAL_TAG, as a grammar that may be a part of another one.
+
+    Raises:
+        InvalidRequest: the text is not of its kind (CONSTRAINT_INVALID).
+    """
+    if constraint.kind is ConstraintKind.GRAMMAR:
+        return constraint.text
+    tags = tags_of(constraint)
+    try:
+        return tags.grammar(answer_expression)
+    except InvalidRequest as error:
+        raise invalid(constraint, f"has a schema that cannot be used: {error.message}") from error
+
+
+def tags_of(constraint: Constraint) -> StructuralTags:
+    """Return the structural tags of a constraint. Raises InvalidRequest if its text has none."""
+    try:
+        return StructuralTags.read(constraint.text)
+    except json.JSONDecodeError as error:
+        raise invalid(constraint, f"must be JSON: {str(error)[:200]}") from error
+    except RecursionError as error:
+        raise invalid(constraint, "cannot be read: it is nested too deeply") from error
+    except ValueError as error:
+        raise invalid(constraint, str(error)) from error
 
 
 def schema_of(constraint: Constraint) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from specdec.contract.constraint import Constraint, ConstraintKind
 from specdec.contract.output_form import Layout, OutputForm
 from specdec.contract.tools import ToolChoice, ToolDefinition, Tools
-from specdec.structured.grammar import answer_expression, answer_line, enforcing_options
+from specdec.structured.grammar import answer_expression, answer_line, enforcing_options, lark_of
 from specdec.structured.json_schema import prepare
 from specdec.structured.tool_formats import tool_formats
 from specdec.structured.tool_formats.declaration import ToolFormat
@@ -232,7 +232,7 @@ class _OutputGrammar:
 
     def _answer_expression(self) -> str:
         assert self._answer is not None  # the callers have checked it
-        if self._answer.kind is ConstraintKind.GRAMMAR:
-            self._user_grammar = self._answer.text
+        if self._answer.kind in (ConstraintKind.GRAMMAR, ConstraintKind.STRUCTURAL_TAG):
+            self._user_grammar = lark_of(self._answer)
             return "@answer"
         return answer_expression(self._answer)

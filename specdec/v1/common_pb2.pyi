@@ -22,6 +22,7 @@ class ConstraintKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CONSTRAINT_KIND_CHOICE: _ClassVar[ConstraintKind]
     CONSTRAINT_KIND_GRAMMAR: _ClassVar[ConstraintKind]
     CONSTRAINT_KIND_STRUCTURAL: _ClassVar[ConstraintKind]
+    CONSTRAINT_KIND_STRUCTURAL_TAG: _ClassVar[ConstraintKind]
 DRAW_RULE_UNSPECIFIED: DrawRule
 DRAW_RULE_LAW: DrawRule
 DRAW_RULE_COUPLED: DrawRule
@@ -32,6 +33,7 @@ CONSTRAINT_KIND_REGEX: ConstraintKind
 CONSTRAINT_KIND_CHOICE: ConstraintKind
 CONSTRAINT_KIND_GRAMMAR: ConstraintKind
 CONSTRAINT_KIND_STRUCTURAL: ConstraintKind
+CONSTRAINT_KIND_STRUCTURAL_TAG: ConstraintKind
 
 class LawParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_new_tokens", "end_token_ids", "constraint_id")

@@ -59,6 +59,9 @@ CONSTRAINTS = {
     "schema": Constraint.json_schema(SCHEMA),
     "any JSON": Constraint.json_object(),
     "grammar": Constraint.grammar('start: "[" (start | /[12]/ | "é")* "]"'),
+    "structural tags": Constraint.structural_tag(
+        {"structures": [{"begin": "[ab", "schema": {"enum": [1, 12]}, "end": "]"}], "triggers": ["["]}
+    ),
 }
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
