@@ -120,10 +120,6 @@ class Matcher:
             raise no_legal_token(self._constraint)
         return mask
 
-    def masks_along(self, draft_token_ids: Sequence[int], end_token_ids: Sequence[int]) -> list[Mask]:
-        """Return the masks before each draft token and after the last; see `legal_along`."""
-        return self.legal_along(draft_token_ids, end_token_ids).masks
-
     def legal_along(
         self, draft_token_ids: Sequence[int], end_token_ids: Sequence[int], check: Callable[[], None] = lambda: None
     ) -> LegalTokens:

@@ -24,7 +24,7 @@ from specdec.observability.engine_metrics import EngineMetrics
 from specdec.structured import mask_threads
 from specdec.structured.known_constraints import KnownConstraints
 from specdec.structured.mask_threads import MasksInWork, MaskThreads
-from specdec.structured.matcher import Mask
+from specdec.structured.matcher import LegalTokens
 from specdec.structured.paced_threads import Pace
 from specdec.v1 import coordinator_pb2 as pb
 from target_service.backends import llama_cpp
@@ -225,8 +225,8 @@ async def test_a_constraint_that_allows_no_possible_token_fails_its_own_question
         RowsRequest(make_round([5, 6, number], session_id=f"s{number}"), np.array([5, 6, number], np.uint32), 1)
         for number in range(3)
     ]
-    computed: Future[list[Mask]] = Future()
-    computed.set_result([mask])
+    computed: Future[LegalTokens] = Future()
+    computed.set_result(LegalTokens([mask], []))
     hopeless = replace(questions[1], masks=MasksInWork(Constraint.regex("b"), computed, Pace()))
     for _ in range(2):
         answers = await asyncio.gather(
@@ -243,7 +243,7 @@ async def test_masks_that_are_late_change_no_text(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(llama_cpp, "_MASK_PATIENCE_S", 0.0)
     compute = MaskThreads._compute
 
-    def compute_late(*arguments: Any) -> list[Mask]:
+    def compute_late(*arguments: Any) -> LegalTokens:
         time.sleep(0.005)
         return compute(*arguments)
 

@@ -20,7 +20,7 @@ import pytest
 from specdec.contract.constraint import Constraint
 from specdec.contract.tenant import TENANT_KEY
 from specdec.structured import mask_threads
-from specdec.structured.matcher import Mask, Matcher
+from specdec.structured.matcher import LegalTokens, Matcher
 from specdec.structured.paced_threads import SLOW_CPU_S
 from tests.failure.test_hostile_text import children_of
 from tests.integration.test_constrained_requests import CASES, MODES, Case
@@ -59,7 +59,7 @@ class HeldMatcher(Matcher):
     begun: set[int]
     """Matchers of the slow constraint that have computed masks."""
 
-    def masks_along(self, *args: Any) -> list[Mask]:
+    def legal_along(self, *args: Any) -> LegalTokens:
         if self._constraint == SLOW:
             if id(self) in self.begun:
                 self.gate.wait()
@@ -67,7 +67,7 @@ class HeldMatcher(Matcher):
             while time.thread_time() - began_s <= SLOW_CPU_S:
                 pass
             self.begun.add(id(self))
-        return super().masks_along(*args)
+        return super().legal_along(*args)
 
 
 async def test_slow_masks_of_many_sessions_leave_threads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ class ConstrainedTables(RoundTables):
         matcher.align(output_of(()))
         found: dict[Path, Mask | None] = {}
         for path in self.paths:
-            masks = matcher.masks_along(self.seen_by_the_matcher(path), (END,))
+            masks = matcher.legal_along(self.seen_by_the_matcher(path), (END,)).masks
             found[path] = masks[-1] if len(masks) == len(self.seen_by_the_matcher(path)) + 1 else None
         return found
 

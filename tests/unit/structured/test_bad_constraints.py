@@ -35,7 +35,7 @@ def admit(table: TokenTable, constraint: Constraint) -> None:
 def allows(table: TokenTable, constraint: Constraint, text: str) -> bool:
     """Return whether an output may be this text, in the longest tokens that spell it."""
     token_ids = ids_of(text)
-    masks = Matcher(table, constraint).masks_along(token_ids, (EOS,))
+    masks = Matcher(table, constraint).legal_along(token_ids, (EOS,)).masks
     return len(masks) == len(token_ids) + 1 and is_legal(masks[-1], EOS)
 
 

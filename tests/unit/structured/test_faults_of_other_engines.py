@@ -34,7 +34,7 @@ def matcher_after(table: TokenTable, constraint: Constraint, text: str) -> Match
 def test_the_matcher_is_not_one_token_behind_after_a_draft_was_accepted_in_part(table: TokenTable) -> None:
     matcher = matcher_after(table, CHOICE, "")
     accepted = ids_of("abc")
-    matcher.masks_along([*accepted, *ids_of("{")], (EOS,))  # the second draft token is illegal
+    matcher.legal_along([*accepted, *ids_of("{")], (EOS,))  # the second draft token is illegal
     matcher.align(np.array([*accepted, *ids_of("b")], dtype=np.uint32))  # another token came instead
     assert legal_ids(matcher.mask((EOS,))) == legal_ids(matcher_after(table, CHOICE, "abcb").mask((EOS,)))
 
@@ -64,7 +64,7 @@ def test_an_instance_that_takes_over_does_not_accept_a_token_twice(table: TokenT
 
 def test_a_grammar_that_ends_inside_an_accepted_draft_allows_the_end_alone(table: TokenTable) -> None:
     matcher = Matcher(table, Constraint.choice(["ab"]))
-    masks = matcher.masks_along([*ids_of("ab"), *ids_of("ab")], (EOS,))
+    masks = matcher.legal_along([*ids_of("ab"), *ids_of("ab")], (EOS,)).masks
     assert len(masks) == 2
     assert legal_ids(masks[-1]) == {EOS}
 
@@ -73,14 +73,16 @@ def test_a_draft_that_goes_on_after_the_end_of_the_grammar_does_not_end_the_matc
     """An empty stack of rules raises nothing, whatever a draft says afterwards."""
     matcher = matcher_after(table, Constraint.json_object(), "{}")
     for draft in ([EOS, EOS], ids_of("}}"), [EOS, *ids_of("{}")]):
-        masks = matcher.masks_along(draft, (EOS,))
+        masks = matcher.legal_along(draft, (EOS,)).masks
         assert EOS in legal_ids(masks[-1])
     assert matcher.is_complete
 
 
 def test_each_token_of_a_draft_has_a_mask_of_its_own(table: TokenTable) -> None:
-    masks = Matcher(table, CHOICE).masks_along(
-        [TOKENS.index(b"a"), TOKENS.index(b"\xc3"), TOKENS.index(b"\xa9")], (EOS,)
+    masks = (
+        Matcher(table, CHOICE)
+        .legal_along([TOKENS.index(b"a"), TOKENS.index(b"\xc3"), TOKENS.index(b"\xa9")], (EOS,))
+        .masks
     )
     assert len({mask.tobytes() for mask in masks}) == len(masks) == 4
 
@@ -119,7 +121,7 @@ def test_a_constraint_holds_from_where_reasoning_ends_inside_a_draft(table: Toke
     constraint = output_constraint(REASONING, None, Constraint.choice(["abc"]), {"<|mark|>": MARK})
     assert constraint is not None
     draft = [*ids_of("ab{1"), MARK, *ids_of("abc")]
-    masks = Matcher(table, constraint).masks_along(draft, (EOS,))
+    masks = Matcher(table, constraint).legal_along(draft, (EOS,)).masks
     end = draft.index(MARK) + 1
     assert len(masks) == len(draft) + 1
     for mask in masks[:end]:
@@ -137,7 +139,7 @@ def test_an_output_without_the_marker_cannot_end(table: TokenTable) -> None:
     constraint = output_constraint(REASONING, None, Constraint.choice(["abc"]), {"<|mark|>": MARK})
     assert constraint is not None
     matcher, prose = Matcher(table, constraint), ids_of("abc1{2}" * 8)
-    masks = matcher.masks_along(prose, (EOS,))
+    masks = matcher.legal_along(prose, (EOS,)).masks
     assert len(masks) == len(prose) + 1
     assert not any(is_legal(mask, EOS) for mask in masks)
     assert not matcher.is_complete
@@ -147,8 +149,8 @@ def test_no_special_token_follows_a_marker(table: TokenTable) -> None:
     constraint = output_constraint(REASONING, None, Constraint.choice(["abc"]), {"<|mark|>": MARK})
     assert constraint is not None
     answer = ids_of("abc")
-    masks = Matcher(table, constraint).masks_along([MARK, *answer], (EOS,))
+    masks = Matcher(table, constraint).legal_along([MARK, *answer], (EOS,)).masks
     assert len(masks) == len(answer) + 2
     for mask in masks[1:-1]:
         assert not {MARK, EOS} & legal_ids(mask)
-    assert len(Matcher(table, constraint).masks_along([MARK, MARK, *answer], (EOS,))) == 2
+    assert len(Matcher(table, constraint).legal_along([MARK, MARK, *answer], (EOS,)).masks) == 2

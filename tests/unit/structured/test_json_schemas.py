@@ -127,5 +127,5 @@ def test_no_text_escapes_its_schema_by_another_spelling(
     """A reader of JSON sees the same name or text, whichever way it is spelled."""
     assert not Draft202012Validator(schema).is_valid(json.loads(text))
     token_ids = ids_of(characters, text)
-    masks = Matcher(characters, Constraint.json_schema(schema)).masks_along(token_ids, (EOS,))
+    masks = Matcher(characters, Constraint.json_schema(schema)).legal_along(token_ids, (EOS,)).masks
     assert len(masks) <= len(token_ids)

@@ -219,7 +219,7 @@ def test_masks_along_a_draft_end_with_it_or_its_first_illegal_token_and_leave_th
     matcher = Matcher(table, constraint)
     matcher.align(tokens(output))
     before = matcher.mask(ends)
-    masks = matcher.masks_along(draft, ends)
+    masks = matcher.legal_along(draft, ends).masks
     np.testing.assert_array_equal(matcher.mask(ends), before)
     assert 1 <= len(masks) <= len(draft) + 1
     for index, mask in enumerate(masks):
@@ -236,7 +236,7 @@ def test_no_mask_follows_a_stop_id_within_a_draft(table: TokenTable) -> None:
     stop = TOKENS.index(b"bc")
     matcher = Matcher(table, Constraint.choice(["a", "abcab"]))
     a = TOKENS.index(b"a")
-    masks = matcher.masks_along([a, stop, a], (EOS, stop))
+    masks = matcher.legal_along([a, stop, a], (EOS, stop)).masks
     assert [legal_ids(mask) for mask in masks] == [
         {a, TOKENS.index(b"ab"), TOKENS.index(b"abc")},
         {TOKENS.index(b"b"), EOS, stop},

@@ -32,7 +32,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> TokenTable:
 def allows(table: TokenTable, tags: dict[str, Any], text: str) -> bool:
     """Return whether a text, by its longest tokens, is a whole output."""
     token_ids = [*ids_of(text), EOS]
-    masks = Matcher(table, Constraint.structural_tag(tags)).masks_along(token_ids, (EOS,))
+    masks = Matcher(table, Constraint.structural_tag(tags)).legal_along(token_ids, (EOS,)).masks
     return len(masks) >= len(token_ids) and all(
         is_legal(mask, token_id) for mask, token_id in zip(masks, token_ids, strict=False)
     )
