@@ -14,7 +14,7 @@ from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET
 from specdec.client import AsyncClient, Completion
 from tests.real.tool_prompts import PROMPTS, TOOLS, ToolPrompt
 
-NUM_STREAMS, NUM_TOKENS = 4, 160
+NUM_STREAMS, NUM_TOKENS = 12, 160
 
 
 @pytest.fixture(scope="module")
