@@ -244,7 +244,7 @@ def _verification(rows: _Rows, others: OtherAnswers) -> Verification:
 
 
 def _answers(rows: _Rows, others: OtherAnswers) -> list[Verification]:
-    """Return the answer of a call; of a run, the answers of its steps, one a row."""
+    """Return the answer of a call; of a run, the answers of its steps, one a row, the first of which took the time."""
     whole = _verification(rows, others)
     if rows.job.call.run is None:
         return [whole]
@@ -258,6 +258,7 @@ def _answers(rows: _Rows, others: OtherAnswers) -> list[Verification]:
             logit_rows=whole.logit_rows[index : index + 1],
             kv_len=start + index,
             num_cached_tokens=cached + index,
+            forward_s=0.0 if index else whole.forward_s,
         )
         for index in range(rows.job.num_logit_rows)
     ]

@@ -103,7 +103,7 @@ class RoundRunner:
         if target.is_step_of_run:
             self._replicas.learn(target.replica, target.verification.kv_len)
             step = target.verification
-            if target.wait_s > 0.0:  # forced tokens come together with the token before them, and take no time
+            if step.forward_s > 0.0:  # a forced token runs with the one before it, and takes no time
                 times = RunStepTimes(target.wait_s, step.forward_s, step.step_tokens, committed_len)
                 self._drafts.observe_run_step(times)
         else:

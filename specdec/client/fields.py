@@ -37,7 +37,7 @@ def assign(message: Any, name: str, value: Any, prefix: str = "") -> None:
     except (ValueError, OverflowError) as error:  # UnicodeEncodeError is a ValueError
         told = _out_of_range(message, name, (value,)) or f": {error}"
         if isinstance(error, UnicodeEncodeError):
-            told = f" must not contain halves of surrogate pairs, got one at character {error.start}"
+            told = f": must not contain halves of surrogate pairs, got one at character {error.start}"
         raise InvalidRequest(f"{prefix}{name}{told}", field=f"{prefix}{name}") from None
     _require_kept(f"{prefix}{name}", value, getattr(message, name))
 

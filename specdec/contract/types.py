@@ -319,7 +319,9 @@ class Verification:
     """L + 1 rows if logprobs were requested, else empty."""
     kv_len: int
     num_cached_tokens: int
-    forward_s: float  # duration of the step that verified the draft
+    forward_s: (
+        float  # duration of the step that verified the draft; 0 for a token of a run that ran with the one before
+    )
     step_tokens: int  # tokens of all sessions in that step
     num_concurrent: int = 0
     """Rounds of other sessions that the replica answered since its last answer to this session; 0 at the first."""

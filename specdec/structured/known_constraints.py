@@ -57,7 +57,7 @@ class KnownConstraints:
         try:
             self._loaded_table().library_table()
         except Unsupported as error:
-            _log.info("requests with constraints will be refused: %s", error.message)
+            _log.debug("requests with constraints will be refused: %s", error.message)
 
     def get(self, position: SessionPosition) -> Constraint | None:
         """Return the constraint of a call; None if it is not known here and its text came along.

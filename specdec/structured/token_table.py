@@ -63,7 +63,7 @@ class TokenTable:
                 began_s = time.monotonic()
                 self._table = _build(self._tokenizer, self.eos_token_ids, self.vocabulary_size)
                 self._tokenizer = None
-                _log.info("token table built: tokens=%d s=%.2f", self.vocabulary_size, time.monotonic() - began_s)
+                _log.debug("token table built: tokens=%d s=%.2f", self.vocabulary_size, time.monotonic() - began_s)
             return self._table
 
 

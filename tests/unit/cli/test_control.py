@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
 import socket
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -114,15 +116,16 @@ def test_a_system_that_starts_refuses_other_numbers_and_says_how_far_it_is() -> 
         list(control.ask(PORT, {"draft": 2}))
 
 
-def test_a_command_waits_for_a_system_that_starts_and_shows_its_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_waits_for_a_system_that_starts_and_shows_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = io.StringIO()  # pytest's own capture loses what another thread writes while it is read
+    monkeypatch.setattr(sys, "stderr", stderr)
     system = RunningSystem(threading.Event())
     system.stage = "target-0: loading weights"
     with ControlSocket(PORT, system):
         waiting = threading.Thread(target=await_start, args=(f"127.0.0.1:{PORT}",))
         waiting.start()
-        shown = ""
-        while "target-0: loading weights" not in shown:
-            shown += capsys.readouterr().err
+        while "target-0: loading weights" not in (shown := stderr.getvalue()):
+            time.sleep(0.01)
         assert waiting.is_alive()
         system.set_ready(StillFleet())
         waiting.join()
