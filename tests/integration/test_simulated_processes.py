@@ -39,7 +39,7 @@ def test_streams_of_sampled_and_greedy_rounds_finish_and_accept_as_configured(to
     # E is 4.1 at alpha 0.9; 8 streams of about 30 rounds each have a standard error of 0.1, seeds are fixed.
     assert sum(run.num_tokens for run in runs) / num_rounds == pytest.approx(4.1, abs=0.4)
     assert all(run.stats["num_target_only_steps"] <= 1 for run in runs)
-    assert all(len(run.chunk_s) == run.stats["num_rounds"] for run in runs)
+    assert all(1 < len(run.chunk_s) <= run.stats["num_rounds"] for run in runs)  # a late chunk brings several rounds
     # About 240 rounds take the coordinator well over 0.1 ms each, on its one event loop.
     assert 1e-4 * num_rounds < cpu_s < wall_s * (os.cpu_count() or 1)
 
