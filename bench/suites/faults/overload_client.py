@@ -30,7 +30,7 @@ class Batch:
 
     seconds: float
     num_streams: int = 0
-    """Streams of a closed loop; 0: an open loop."""
+    """Streams of a closed loop, each of at least one request; 0: an open loop."""
     rate: float = 0.0
     """Requests a second of an open loop."""
     deadline_s: float | None = None
@@ -114,7 +114,7 @@ class _Client:
 
     async def _stream(self, batch: Batch, began_s: float, stream: int) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        while time.monotonic() < began_s + batch.seconds:
+        while not outcomes or time.monotonic() < began_s + batch.seconds:
             number = batch.first_prompt + stream + len(outcomes) * batch.num_streams
             outcomes.append(await self._request(batch, began_s, number))
         return outcomes
