@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from coordinator.replicas.replica import DRAFT, TARGET
+from coordinator.replicas.replica import TARGET
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import SpecdecError
 from specdec.rpc.status_mapping import from_rpc_error
@@ -30,7 +30,7 @@ from specdec.structured.known_constraints import KnownConstraints
 from specdec.structured.token_table import TokenTable
 from specdec.v1 import coordinator_pb2 as pb
 from tests.integration.test_audit import counted
-from tests.support.byte_tokenizer import EOS, TOKENS, VOCABULARY, ids_of
+from tests.support.byte_tokenizer import EOS, TOKENS, VOCABULARY
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.masked_target import MaskedTarget
 from tests.support.output import Output
@@ -362,46 +362,3 @@ async def test_a_target_that_would_ignore_a_constraint_gets_no_constrained_reque
         assert not noted[0].asked
         await texts_of(coordinator, [request() for _ in range(8)])
         assert noted[0].asked  # it serves the others
-
-
-# ---- faults of other engines that need services ---------------------------------------------------------------------
-
-
-async def test_an_illegal_draft_ends_neither_the_engine_nor_the_output() -> None:
-    """The draft model knows nothing of the constraint, so it often begins with an illegal token."""
-    async with Rig(constrained=True) as rig:
-        coordinator = await rig.coordinator()
-        for mode in MODES.values():
-            output = await coordinator.generate(
-                request(constraint=CONSTRAINTS["schema"], mode=mode, max_new_tokens=120)
-            )
-            assert output.finished.stats.num_draft_tokens > output.finished.stats.num_accepted_tokens
-            assert output.finished.reason == pb.FINISH_REASON_STOP
-            assert Draft202012Validator(SCHEMA).is_valid(json.loads(output.text))
-        assert (await coordinator.generate(request())).token_ids == rig.target.worker.greedy_continuation(PROMPT, 24)
-        rig.target.engine.check_integrity()
-
-
-async def test_drafts_that_are_found_in_the_text_are_accepted_again_after_an_illegal_one() -> None:
-    """The prompt repeats what the constraint allows, and what it does not."""
-    constraint = Constraint.regex("(ab|c){12}")
-    prompt = ids_of("abcabcab1abcabcab{abcabc")
-    async with Rig(constrained=True, drafts=0) as rig:
-        coordinator = await rig.coordinator(lookup=("ngram",))
-        output = await coordinator.generate(request(prompt, constraint=constraint, draft_pool="ngram", gamma=4))
-        stats = output.finished.stats
-        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-        assert re.fullmatch("(ab|c){12}", output.text)
-
-
-async def test_the_matcher_of_a_draft_follows_the_tokens_of_the_target() -> None:
-    """Draft and target are one model, so a draft that follows each emitted token has all its tokens accepted."""
-    async with Rig(constrained=True, drafts=0) as rig:
-        known = KnownConstraints(str(rig.directory), (EOS,), VOCABULARY, is_authority=False)
-        rig.services.append(await rig.start(DRAFT, salt=0, constraints=known))
-        coordinator = await rig.coordinator()
-        for constraint in (Constraint.regex("[abc12]{90,99}"), Constraint.regex("([ab]+[12]){30}")):
-            output = await coordinator.generate(request(constraint=constraint, max_new_tokens=30, gamma=3))
-            stats = output.finished.stats
-            assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
-            assert stats.num_rounds < len(output.token_ids) / 2

@@ -40,7 +40,7 @@ def tables_built(caplog: pytest.LogCaptureFixture) -> int:
 
 async def test_tables_of_tokens_are_built_before_a_service_is_used(caplog: pytest.LogCaptureFixture) -> None:
     """Meanwhile no other thread of the process runs, so streams would wait."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     async with Rig(constrained=True) as rig:
         await rig.target.engine.warm_up()
         assert tables_built(caplog) == 1
