@@ -24,22 +24,8 @@ from specdec.v1 import coordinator_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
 from tests.support.redis_fixture import RedisServer
 from tests.support.stack import Stack
-from tests.support.tool_models import DEMO, FAMILIES, HERMES_THINKING, THINK_MARKERS, write_family
+from tests.support.tool_models import DEMO, FAMILIES, HERMES_THINKING, THINK_MARKERS, TOOLS, WEATHER, write_family
 
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "enum": ["Paris", "São Paulo"]},
-        "days": {"type": "integer", "minimum": 0, "maximum": 14},
-        "note": {"type": "string", "maxLength": 12},
-    },
-    "required": ["city", "days", "note"],
-    "additionalProperties": False,
-}
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "get_weather", "description": "Forecast", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "now"}},
-]
 USER = {"role": "user", "content": "def weather(city):"}
 
 

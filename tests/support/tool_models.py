@@ -205,6 +205,22 @@ FAMILIES = {
 }
 THINK_MARKERS = ("<think>", "</think>")
 
+#: Arguments of a tool, and the tools that tests offer.
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "São Paulo"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 14},
+        "note": {"type": "string", "maxLength": 12},
+    },
+    "required": ["city", "days", "note"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Forecast", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
 
 def write_family(directory: Path, role: str, template: str, markers: Sequence[str]) -> Path:
     """Copy a model of the built-in pair, with a template, and with markers that are single tokens; return the copy."""

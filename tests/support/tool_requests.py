@@ -8,22 +8,9 @@ import anthropic
 import openai
 
 from tests.support.gateway_system import MODEL
+from tests.support.tool_models import TOOLS, WEATHER
 from tests.support.tool_system import NO_THINKING
 
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "enum": ["Paris", "São Paulo"]},
-        "days": {"type": "integer", "minimum": 0, "maximum": 14},
-        "note": {"type": "string", "maxLength": 12},
-    },
-    "required": ["city", "days", "note"],
-    "additionalProperties": False,
-}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "get_weather", "description": "Forecast", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "now"}},
-]
 RESPONSE_TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": WEATHER}]
 CLAUDE_TOOLS: list[Any] = [{"name": "get_weather", "description": "Forecast", "input_schema": WEATHER}]
 USER: list[Any] = [{"role": "user", "content": "def weather(city):"}]
