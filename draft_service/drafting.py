@@ -44,7 +44,12 @@ def score_of(job: Job, logits: StepLogits, cut: Cut) -> Score:
     assert isinstance(request, ScoreRequest)
     position, scored = request.position, request.token_ids.tolist()
     contexts = [
-        FilterContext(position.filters, job.token_ids[: position.committed_len + index], position.output_start)
+        FilterContext(
+            position.filters,
+            job.token_ids[: position.committed_len + index],
+            position.output_start,
+            job.mask_of(index),
+        )
         for index in range(len(scored))
     ]
     kind = row_kind(position)

@@ -134,6 +134,7 @@ class Proposer(ReplicaEngine):
             draft_token_ids=request.token_ids[:-1],
             num_logit_rows=len(request.token_ids),
             max_kv_len=num_tokens - 1,
+            constraint=await self._constraint_of(position),
             preemptible=True,
         )
         score: Score = await self._engine_loop.call(call)

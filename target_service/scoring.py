@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.contract.constraint import Constraint
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import SCORED_GAMMA, Score, ScoreRequest, TokenIds
 from specdec.engine.base import ModelShape
@@ -38,10 +39,19 @@ def check_scorable(request: ScoreRequest, shape: ModelShape) -> None:
 class ScoredSpan:
     """The calls that score one span, one after another, in a private session."""
 
-    def __init__(self, session_id: str, request: ScoreRequest, shape: ModelShape) -> None:
-        """`session_id` names a private session that the caller releases; `request` has passed `check_scorable`."""
+    def __init__(
+        self, session_id: str, request: ScoreRequest, shape: ModelShape, constraint: Constraint | None
+    ) -> None:
+        """
+        Args:
+            session_id: names a private session that the caller releases.
+            request: has passed `check_scorable`.
+            shape: shape of the target.
+            constraint: constraint by which drafts are masked.
+        """
         self.session_id = session_id
         self._request = request
+        self._constraint = constraint
         self._token_ids = np.concatenate([request.position.token_ids, request.token_ids])
         most = dict(zip(shape.local_drafts, shape.local_gammas, strict=False)).get(request.local_pool)
         self._gamma = min(most or SCORED_GAMMA, SCORED_GAMMA)
@@ -71,7 +81,13 @@ class ScoredSpan:
     def _round(self, first: int) -> Call:
         """Draft a round along the tokens from `first` on."""
         token_ids = self._token_ids[first : first + self._gamma]
-        return self._call(len(self._token_ids) - first, first, token_ids, local_draft=self._request.local_pool)
+        return self._call(
+            len(self._token_ids) - first,
+            first,
+            token_ids,
+            local_draft=self._request.local_pool,
+            constraint=self._constraint,
+        )
 
     def _call(
         self,
@@ -81,6 +97,7 @@ class ScoredSpan:
         *,
         draft_token_ids: TokenIds = _NO_TOKENS,
         local_draft: str = "",
+        constraint: Constraint | None = None,
     ) -> Call:
         position = replace(
             self._request.position,
@@ -94,6 +111,7 @@ class ScoredSpan:
             draft_token_ids=draft_token_ids,
             num_logit_rows=1,
             max_kv_len=committed_len + len(token_ids),
+            constraint=constraint,
             preemptible=True,
             keeps_session=True,
             local_draft=local_draft,

@@ -107,7 +107,8 @@ class Verifier(ReplicaEngine):
         `TargetEngine.score`."""
         check_scorable(request, self._shape)
         # Braces: no caller can have such an id.
-        span = ScoredSpan(f"{{score-{next(self._score_ids)}}}", request, self._shape)
+        session_id = f"{{score-{next(self._score_ids)}}}"
+        span = ScoredSpan(session_id, request, self._shape, await self._constraint_of(request.position))
         try:
             return await span.score(self._engine_loop.call)
         finally:

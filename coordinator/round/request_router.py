@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from coordinator.requests import RequestStats
+from coordinator.requests import GRAMMAR_POOL, RequestStats
 from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import SESSION_KEEP
 from coordinator.round.outcome import RoundOutcome
@@ -138,6 +138,8 @@ class RequestRouter:
         if len(self._p) + num_committed > MAX_SCORED_TOKENS:
             self._end_span(before=num_committed)
         self._p += outcome.provenance.p[:num_committed]
+        if outcome.num_forced:
+            self._used.setdefault(GRAMMAR_POOL, [[], []])
         if outcome.num_draft_tokens and outcome.draft_pool:
             self._routes.count_round(self.request_class, outcome.draft_pool)
             tested, accepted = self._used.setdefault(outcome.draft_pool, [[], []])
@@ -162,8 +164,9 @@ class RequestRouter:
         start, p, used = self._start, self._p[:MAX_SCORED_TOKENS], self._used
         self._start, self._p, self._used = len(self._tokens) - before, [], {}
         scored = self._routes.scored()
-        # Tokens that were found in text are the easy ones. A pool that drafted only the others would look worse than it
-        # is, so it is scored like pools that drafted nothing. A trial counts as it was, without a comparison.
+        # Tokens that were found in text or are forced are the easy ones. A pool that drafted only the others would look
+        # worse than it is, so it is scored like pools that drafted nothing. A trial counts as it was, without a
+        # comparison.
         was_found = not used.keys() <= set(scored)
         used = {pool: counts for pool, counts in used.items() if pool in scored}
         has_trial = bool(self._tried & used.keys())
@@ -189,6 +192,7 @@ class RequestRouter:
                 unused,
                 on_scored=partial(self._note_score, rounds, p, num_new),
                 on_end=partial(self._learn, rounds, unused, start),
+                constraint=self._setting.constraint,
             )
         )
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import Replica
-from specdec.contract.errors import SpecdecError
+from specdec.contract.constraint import Constraint
+from specdec.contract.errors import ConstraintMiss, SpecdecError
 from specdec.contract.types import Score, ScoreRequest
 
 #: Largest number of waiting spans; the oldest ones are dropped first.
@@ -48,6 +49,8 @@ class TokenSpan:
     """Called with the score of each pool that answered."""
     on_end: Callable[[], None]
     """Called once when no further score will follow."""
+    constraint: Constraint | None = None
+    """Constraint of the request, for a replica that does not know its text."""
 
 
 class ScoreQueue:
@@ -112,11 +115,19 @@ class ScoreQueue:
         if request.position.committed_len + len(request.token_ids) > replica_context(replica):
             return True
         try:
-            span.on_scored(pool, await replica.link.score(request))
+            span.on_scored(pool, await _answer(replica, request, span.constraint))
         except SpecdecError as error:
             _log.debug("%s replica %s failed to score: %s", replica.role, replica.address, error)
             return error.reason != "REPLICA_BUSY"
         return True
+
+
+async def _answer(replica: Replica[Any], request: ScoreRequest, constraint: Constraint | None) -> Score:
+    try:
+        score: Score = await replica.link.score(request)
+    except ConstraintMiss:
+        score = await replica.link.score(replace(request, position=replace(request.position, constraint=constraint)))
+    return score
 
 
 def replica_context(replica: Replica[Any]) -> int:

@@ -21,6 +21,7 @@ from draft_service.cross_vocabulary.translating_program import CrossVocabularyPr
 from draft_service.drafting import DraftProgram
 from draft_service.proposer import DraftOptions, no_draft
 from specdec.checkpoints.cross_vocabulary.pair import TokenizerPair
+from specdec.contract.constraint import Constraint
 from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import (
@@ -135,6 +136,7 @@ class CrossVocabularyProposer(ReplicaEngine):
         """Draft rounds along the committed tokens, each where the previous one would have ended; see
         `DraftEngine.score`."""
         position = request.position
+        constraint = await self._constraint_of(position)
         token_ids = np.concatenate([position.token_ids, request.token_ids])
         # A private session, so that the scored one keeps its KV. Braces: no caller can have such an id.
         own = replace(position, session_id=f"{{score-{next(self._score_ids)}}}")
@@ -144,7 +146,8 @@ class CrossVocabularyProposer(ReplicaEngine):
             while num_scored < len(request.token_ids):
                 first = position.committed_len + num_scored
                 round_position = replace(own, round_id=num_scored, token_ids=token_ids[:first])
-                rounds.append(await self._score_round(round_position, token_ids[first : first + SCORED_GAMMA]))
+                scored_ids = token_ids[first : first + SCORED_GAMMA]
+                rounds.append(await self._score_round(round_position, scored_ids, constraint))
                 num_scored += len(rounds[-1].q)
         finally:
             self._sessions.release([own.session_id])
@@ -154,7 +157,9 @@ class CrossVocabularyProposer(ReplicaEngine):
             step_s=self._engine_loop.usual_step_s(len(token_ids)),
         )
 
-    async def _score_round(self, position: SessionPosition, token_ids: TokenIds) -> Score:
+    async def _score_round(
+        self, position: SessionPosition, token_ids: TokenIds, constraint: Constraint | None
+    ) -> Score:
         """Score the first tokens, up to one that the round would certainly not have passed."""
         translated = await self._sessions.align(position)
         num_own, num_tokens = len(translated.draft_vocab_ids), len(token_ids)
@@ -175,6 +180,7 @@ class CrossVocabularyProposer(ReplicaEngine):
             draft_token_ids=_NO_TOKENS,
             num_logit_rows=1,
             max_kv_len=num_own + max_steps - 1,
+            constraint=constraint,
             preemptible=True,
         )
         score: Score = await self._engine_loop.call(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from jsonschema import Draft202012Validator
 
 from coordinator.replicas.replica import DRAFT
@@ -54,3 +55,21 @@ async def test_the_matcher_of_a_draft_follows_the_tokens_of_the_target() -> None
             stats = output.finished.stats
             assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
             assert stats.num_rounds < len(output.token_ids) / 2
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+async def test_a_pool_that_did_not_draft_is_scored_with_the_masks_that_it_would_draft_with(mode: int) -> None:
+    """The better pool has the target's model, so it would draft what the target says in any form of output."""
+    constraint = Constraint.regex("(ab|[12c]|é){60,70}")
+    async with Rig(constrained=True, drafts=0) as rig:
+        for pool, salt in (("a_poor", 1), ("b_good", 0)):
+            known = KnownConstraints(str(rig.directory), (EOS,), VOCABULARY, is_authority=False)
+            rig.services.append(await rig.start(DRAFT, salt=salt, pool=pool, constraints=known))
+        coordinator = await rig.coordinator(routes=True)
+        asked = request(constraint=constraint, mode=mode, temperature=1.0, seed=5, max_new_tokens=60, gamma=2)
+        output = await coordinator.generate(asked)
+        # A draft whose session is gone expects no call of it, and may score at once.
+        await coordinator.stub.DeleteSession(pb.DeleteSessionRequest(session_id=output.started.session_id))
+        await coordinator.scores_settled()
+        pools = {pool.name: pool for pool in (await coordinator.stub.GetInfo(pb.GetInfoRequest())).pools}
+    assert pools["b_good"].alpha > 0.97 > pools["a_poor"].alpha

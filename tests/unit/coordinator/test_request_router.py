@@ -66,7 +66,7 @@ def record(alpha: float) -> DraftPoolStats:
     return of_pool
 
 
-def round_of(pool: str, num_draft_tokens: int, num_accepted: int) -> RoundOutcome:
+def round_of(pool: str, num_draft_tokens: int, num_accepted: int, num_forced: int = 0) -> RoundOutcome:
     count = num_accepted + 1
     provenance = Provenance((), (1.0,) * count, (0.0,) * count, pool, ())
     answer = Verification(
@@ -75,8 +75,9 @@ def round_of(pool: str, num_draft_tokens: int, num_accepted: int) -> RoundOutcom
     )  # fmt: skip
     drafted = np.full(num_draft_tokens, 7, np.uint32)
     return RoundOutcome(
-        (7,) * count, provenance, drafted, num_draft_tokens, num_accepted, 0.0, 0.02, 0, 0, pool, "", (), answer
-    )
+        (7,) * count, provenance, drafted, num_draft_tokens, num_accepted, 0.0, 0.02, 0, 0, pool, "", (), answer,
+        num_forced=num_forced,
+    )  # fmt: skip
 
 
 class Request:
@@ -91,9 +92,9 @@ class Request:
         self.route = RequestRouter(CLASS, self.routes, setting, self.tokens)
         assert self.route.begin() == "a"
 
-    def run(self, num_rounds: int, num_accepted: int = 0) -> None:
+    def run(self, num_rounds: int, num_accepted: int = 0, num_forced: int = 0) -> None:
         for _ in range(num_rounds):
-            outcome = round_of("a", 4, num_accepted)
+            outcome = round_of("a", 4, num_accepted, num_forced)
             self.tokens.extend(outcome.token_ids)
             self.route.note(outcome, len(outcome.token_ids))
 
@@ -165,6 +166,17 @@ async def test_for_the_pool_that_drafts_the_tested_tokens_count(coordinator: Coo
     request.run(SPAN, num_accepted=1)  # and one refused; two were never looked at
     (figures,) = request.routes.stats("a")
     assert figures.alpha == pytest.approx(0.5)
+
+
+async def test_a_pool_that_drafts_behind_forced_tokens_looks_no_worse_than_one_that_is_scored_on_them(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every draft model is certain of a forced token, and only the drafting pool leaves these out."""
+    monkeypatch.setitem(Q, "a", Q["b"])
+    request = Request(coordinator, 1e-9, records())
+    request.run(SPAN, num_accepted=2, num_forced=2)  # the first token of its own was refused each time
+    drafting, scored = (request.routes.stats(pool)[0].alpha for pool in ("a", "b"))
+    assert drafting == pytest.approx(scored)
 
 
 async def test_the_oldest_spans_are_dropped_when_the_queue_is_full(coordinator: Coordinator) -> None:

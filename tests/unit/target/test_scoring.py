@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from coordinator.replicas.replica import TARGET
+from specdec.contract.constraint import Constraint
 from specdec.contract.errors import InvalidRequest, ResourceExhausted
 from specdec.contract.types import (
     SCORED_GAMMA,
@@ -27,7 +29,9 @@ from specdec.engine.base import Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
+from specdec.structured.known_constraints import KnownConstraints
 from target_service.verifier import Verifier
+from tests.support.byte_tokenizer import EOS, byte_table, ids_of, write_byte_tokenizer
 from tests.support.clock import Clock
 from tests.support.head_checkpoints import (
     as_speculators,
@@ -117,14 +121,16 @@ def rounds_in(score: Score) -> list[tuple[float, ...]]:
     return [score.q[end - length : end] for end, length in zip(ends, score.round_lengths, strict=True)]
 
 
-async def committed(verifier: Verifier, pool: str, num_tokens: int, **position: object) -> list[int]:
-    """A session that says what the pool drafts for up to three tokens, and then something else. There are several
+async def committed(
+    verifier: Verifier, pool: str, num_tokens: int, others: Sequence[int], **position: object
+) -> list[int]:
+    """A session that says what the pool drafts for up to three tokens, and then one of the others. There are several
     boundaries of blocks in it, the first where its output begins."""
     tokens = [2 + index * 7 % 20 for index in range(16)]
     while len(tokens) < 16 + num_tokens:
         real = (await drafted(verifier, tokens, pool, **position)).draft_token_ids.tolist()
         right = real[: len(tokens) % 4]
-        tokens += [*right, (real[len(right)] if len(right) < len(real) else 0) // 2 + 2]
+        tokens += [*right, others[(real[len(right)] if len(right) < len(real) else 0) // 2 % len(others)]]
     await verifier.release(["s"])
     return tokens[: 16 + num_tokens]
 
@@ -157,11 +163,36 @@ async def test_a_layer_that_the_checkpoint_brings_is_scored_as_heads_are(clock: 
     await verifier.close()
 
 
-async def require_true_scores(verifier: Verifier, clock: Clock, pool: str, **law: object) -> Score:
+@pytest.mark.parametrize(("filters", "draw_rule"), LAWS, ids=["greedy", "rejection", "coupled"])
+async def test_a_score_is_masked_as_the_round_would_have_been(
+    folder: Path, clock: Clock, tmp_path: Path, filters: SamplingFilters, draw_rule: DrawRule
+) -> None:
+    write_byte_tokenizer(tmp_path)
+    constraint = Constraint.regex("[abc12]*")
+    identity = byte_table(tmp_path).identity_of(constraint)
+    filters = replace(filters, constraint_id=identity, end_token_ids=(EOS,))
+    known = KnownConstraints(str(tmp_path), (EOS,), VOCABULARY)
+    verifier = Verifier(load(folder, "native"), clock=clock, constraints=known)
+    told = replace(make_round(TOKENS[:16], filters=filters, output_start=16), constraint=constraint)
+    await verifier.verify(VerifyRequest(told, NO_TOKENS, ()))
+    law = {"filters": filters, "draw_rule": draw_rule}
+    await require_true_scores(verifier, clock, "early-exit", others=ids_of("ab1c2ab12b"), **law)
+    verifier.check_integrity()
+    await verifier.close()
+
+
+async def require_true_scores(
+    verifier: Verifier,
+    clock: Clock,
+    pool: str,
+    *,
+    others: Sequence[int] = range(2, 2 + VOCABULARY // 2),
+    **law: object,
+) -> Score:
     """Scores a span, and compares each of its rounds with what is really drafted there."""
     position = {"seed": 5, "output_start": 16} | law
     num_scored = 36
-    tokens = await committed(verifier, pool, num_scored, **position)
+    tokens = await committed(verifier, pool, num_scored, others, **position)
     clock.now_s += 10.0
     score = await verifier.score(asked_to_score(tokens, num_scored, pool, **position))
     rounds = rounds_in(score)
