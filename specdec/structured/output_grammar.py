@@ -206,9 +206,11 @@ class _OutputGrammar:
         """Return an expression for all calls after the opener of the first."""
         call = self._rules.named_rule("call", self._call(tools, format_))
         rest = self._rules.literal(format_.first_head[len(format_.opener) :])
-        more = ""
+        more, between = "", self._form.layout.between
         if tools.is_parallel and tools.choice is not ToolChoice.NAMED and not format_.has_one_call:
-            more = f"({self._rules.literal(self._form.layout.between + format_.head)} {call})*"
+            more = f"({self._rules.literal(between + format_.head)} {call})*"
+            if between.isspace():  # models write it after the last call as well, which must not commit them to another
+                more += f" ({self._rules.literal(between)})?"
         return f"{rest} {call} {more} {self._rules.literal(format_.list_close) if format_.list_close else ''}"
 
     def _call(self, tools: Tools, format_: ToolFormat) -> str:

@@ -168,7 +168,8 @@ def test_after_an_opener_there_is_only_a_call_and_after_a_call_only_another_one_
         matcher = own.matcher(form_of("hermes"))
         assert own.follows(matcher, CALL) is True
         assert own.follows(matcher, f"Look:\n{CALL}\n{CALL}") is True
-        for text in ("<tool_call>", "<tool_call>\n", CALL + "\n", CALL[:-3]):
+        assert own.follows(matcher, f"{CALL}\n") is True, "models write the line break after the last call as well"
+        for text in ("<tool_call>", "<tool_call>\n", f"{CALL}\n<tool_call>", CALL[:-3]):
             assert not own.follows(matcher, text)
         for text in ("<tool_call>{", '<tool_call>\n{"name": "other"', CALL + " bye", CALL + "\n\n"):
             assert own.follows(matcher, text) is None, text
