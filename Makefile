@@ -24,12 +24,12 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export GRPC_VERBOSITY := ERROR
 # Tests start hundreds of processes: if the environment forbids Python to keep bytecode, each compiles all of specdec.
 export PYTHONDONTWRITEBYTECODE :=
-# Three workers on two cores, because tests wait as well as compute: whole files each (a file shares its processes), one
+# Four workers on two cores, because tests wait as well as compute: whole files each (a file shares its processes), one
 # thread apiece. The slowest files come first and the many short ones of tests/unit last, so that no worker waits long for
 # the others.
 RUNNER := pytest
 DURATIONS := $(VENV)/durations.json
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m $(RUNNER) -n 3 --dist loadfile --no-loadscope-reorder --durations 15 \
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m $(RUNNER) -n 4 --dist loadfile --no-loadscope-reorder --durations 15 \
 	-p tools.durations --durations-file $(DURATIONS) -p tools.shared_systems
 
 # Tests that need a GPU, real models, other engines or root have separate targets.

@@ -67,7 +67,7 @@ def load_alone(model: Path, **fields: Any) -> Worker:
     return load_worker(LoadRequest(str(model), device="cpu", num_kv_blocks=NUM_BLOCKS, **fields))
 
 
-@pytest.mark.parametrize("options", [RECORDED, PAGED], ids=["gathered", "paged"])
+@pytest.mark.parametrize("options", [pytest.param(RECORDED, marks=pytest.mark.full), PAGED], ids=["gathered", "paged"])
 def test_recorded_steps_of_three_ranks_give_the_logits_of_one_process(
     options: dict[str, Any], model: Path, rig: RankRig
 ) -> None:

@@ -237,7 +237,7 @@ def logits_of_transformers(directory: Path, tokens: Sequence[int], dtype: Any = 
 
 
 @pytest.mark.parametrize("change", [own_head, equal_head, head_alone, without_prefix, prefix_everywhere])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen2", marks=pytest.mark.full), "gemma3"])
 def test_ranks_serve_the_weights_that_transformers_loads_if_files_and_configuration_disagree(
     architecture: str, change: Callable[..., dict[str, torch.Tensor]], rig: RankRig, tmp_path: Path
 ) -> None:
