@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 
 from draft_service.cross_vocabulary.translating_proposer import CrossVocabularyProposer
 from specdec.checkpoints.vocabulary import load_tokenizer
+from specdec.contract.constraint import Constraint
 from specdec.contract.errors import InvalidRequest, ResourceExhausted
 from specdec.contract.types import SCORED_GAMMA, DrawRule, ProposeRequest, SamplingFilters, ScoreRequest
 from specdec.core.sparse import probability
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
+from specdec.structured.known_constraints import KnownConstraints
 from tests.support.other_tokenizers import (
     CORPUS,
     TEXTS,
@@ -102,7 +105,8 @@ async def test_a_score_is_of_the_very_rounds_that_it_would_have_drafted(
     assert 0.1 < num_right / (len(texts) * NUM_SCORED) < 0.99
 
 
-async def test_at_a_temperature_q_is_what_each_token_would_have_been_drawn_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", ["", "[ a-héß今天🌲]*"], ids=["any text", "constrained"])
+async def test_at_a_temperature_q_is_what_each_token_would_have_been_drawn_with(tmp_path: Path, pattern: str) -> None:
     """Of tokenizers that have a token a character in common: none of it goes on as text."""
     models = []
     for in_bytes in (True, False):
@@ -110,10 +114,17 @@ async def test_at_a_temperature_q_is_what_each_token_would_have_been_drawn_with(
         models.append(build_model(tokenizer, tmp_path / f"model {in_bytes}", logit_spread=0.6))
     target, draft = models
     worker = load_worker(LoadRequest(str(draft), device="cpu", dtype="float32", num_kv_blocks=128, num_threads=1))
-    proposer = CrossVocabularyProposer(worker, load_pair(draft, target))
-    tokens = load_tokenizer(target).encode("a cab éß 今天 bed 🌲 face a deaf hen")
-    position = {"filters": SAMPLED, "output_start": 5, "seed": 3}
-    asked = ScoreRequest(make_round(tokens[:5], **position), np.array(tokens[5:], dtype=np.uint32))  # type: ignore[arg-type]
+    pair, tokenizer = load_pair(draft, target), load_tokenizer(target)
+    ends = (int(tokenizer.eos_token_id),)  # type: ignore[arg-type]
+    known = KnownConstraints(str(target), ends, pair.target_size, is_authority=False)
+    proposer = CrossVocabularyProposer(worker, pair, constraints=known)
+    tokens = tokenizer.encode("a cab éß 今天 bed 🌲 face a deaf hed")
+    constraint = Constraint.regex(pattern) if pattern else None
+    identity = known.table.identity_of(constraint) if constraint else b""
+    filters = replace(SAMPLED, constraint_id=identity, end_token_ids=ends)
+    position = {"filters": filters, "output_start": 5, "seed": 3}
+    before = replace(make_round(tokens[:5], **position), constraint=constraint)  # type: ignore[arg-type]
+    asked = ScoreRequest(before, np.array(tokens[5:], dtype=np.uint32))
     num_drawn = 0
     try:
         score = await proposer.score(asked)
