@@ -203,7 +203,7 @@ def scaled_targets(factor: float) -> dict[str, Autoscaler]:
 
 
 def test_a_step_is_held_by_the_thresholds_of_the_manifests_and_missed_by_hundredfold_ones() -> None:
-    """Negative control: with a hundred times the thresholds the pool does not grow, and most requests miss their limits."""
+    """Negative control: with a hundred times the thresholds the pool does not grow, and requests miss their limits."""
     workload, ours = run_trace(SHORT_STEP, hpa_autoscalers())
     _, control = run_trace(SHORT_STEP, scaled_targets(100.0))
     assert held(ours, workload).both > held(control, workload).both + 0.3
