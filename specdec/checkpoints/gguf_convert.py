@@ -1,4 +1,4 @@
-"""Convert a GGUF file to a Hugging Face checkpoint; `specdec.checkpoints.gguf` runs this program as a child process.
+"""Convert a GGUF file to a Hugging Face checkpoint. `specdec.checkpoints.gguf.conversion` runs this program as a child.
 
 `python -m specdec.checkpoints.gguf_convert FILE DIRECTORY [--tokenizer-only]`. transformers reads the file. This module
 does what transformers leaves to its caller: it checks that the whole file was read, sets the numbers that transformers

@@ -11,7 +11,7 @@ import logging
 import re
 from pathlib import Path
 
-from specdec.checkpoints.gguf import convert_gguf, is_gguf
+from specdec.checkpoints.gguf.conversion import convert_gguf, is_gguf
 from specdec.contract.errors import InvalidRequest, Unsupported
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specdec.checkpoints.artifact_cache import cache_directory
-from specdec.checkpoints.gguf import converted_gguf, is_gguf
+from specdec.checkpoints.gguf.conversion import converted_gguf, is_gguf
 from specdec.checkpoints.locate import checkpoint_fingerprint
 
 

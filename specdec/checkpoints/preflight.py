@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoints.gguf import is_gguf
+from specdec.checkpoints.gguf.conversion import is_gguf
 from specdec.checkpoints.gguf_header import gguf_config
 from specdec.checkpoints.locate import locate_checkpoint, require_plain_weights
 from specdec.checkpoints.weight_files import require_whole_gguf, require_whole_weights

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoints.gguf import is_gguf
+from specdec.checkpoints.gguf.conversion import is_gguf
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.model_size import model_size
 from specdec.checkpoints.preflight import naming_flag, read_config, require_decoder_only

@@ -107,7 +107,7 @@ def stored_dtype(directory: Path) -> str:
 def test_a_gguf_file_becomes_the_checkpoint_it_was_written_from_and_its_progress_is_reported(
     demo_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", logger="specdec.checkpoints.gguf"):
+    with caplog.at_level("INFO", logger="specdec.checkpoints.gguf.conversion"):
         directory = locate_checkpoint(demo_file)
     expected = weights(TARGET)
     assert {name: torch.equal(tensor, expected[name]) for name, tensor in weights(directory).items()} == dict.fromkeys(

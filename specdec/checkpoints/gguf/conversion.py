@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 
 _MAGIC = b"GGUF"
 _UNFINISHED, _LOCK = ".unfinished", ".lock"
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 _REQUIRED_PACKAGES = ("gguf", "accelerate")
 
 #: Version of the conversion, part of its name. Increase it when the same file is to be converted differently.
