@@ -18,11 +18,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from specdec.checkpoints.generation_config import end_token_ids
+from specdec.checkpoints.gguf.file import is_gguf
 from specdec.checkpoints.locate import checkpoint_fingerprint, require_plain_weights
 from specdec.checkpoints.vocabulary import vocabulary_fingerprint, vocabulary_size
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import KvLayout, ModelShape
+from specdec.engine.model.gguf_state import gguf_state
 from specdec.engine.model.layer_probe import PROBE_NAME
 
 #: Dtypes in which a model may be served; the dtype is part of its fingerprint.
@@ -169,12 +171,17 @@ def load_weights(
     Args:
         name: name of the model that the user gave.
         kind: class whose `from_pretrained` loads it.
-        directory: directory of the checkpoint; None if `options` hold the weights (`state_dict`).
+        directory: directory of the checkpoint; None if `options` hold the weights (`state_dict`). The weights of a GGUF
+            file are read from the file.
         options: further arguments of `from_pretrained`, such as `config` and `dtype`.
 
     Raises:
         InvalidRequest: the checkpoint is damaged, or not every weight came from it.
+        Unsupported: as `gguf_state`.
     """
+    if directory is not None and is_gguf(path := Path(name).expanduser()):
+        kind = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])])
+        directory, options["state_dict"] = None, gguf_state(path)
     try:
         with quietly():
             # With `output_loading_info` the call returns a pair, which its annotation does not say.

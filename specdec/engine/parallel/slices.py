@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,8 +17,10 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 
+from specdec.checkpoints.gguf.file import is_gguf
 from specdec.checkpoints.weight_files import safetensors_files
 from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.engine.model.gguf_state import gguf_state
 from specdec.engine.parallel.splitting import Cut
 
 # Prefix of the names of all weights except the head's. transformers adds or removes it if files differ.
@@ -41,7 +44,15 @@ class SliceReader:
         """Bytes of the tensors that were read."""
         self._model = model
         self._open_files = ExitStack()
-        self._file_of: dict[str, Any] = {}
+        if is_gguf(path := Path(model).expanduser()):
+            self._stored: dict[str, Any] = gguf_state(path)
+            self.all_bytes = sum(torch.float32.itemsize * prod(weight.shape) for weight in self._stored.values())
+        else:
+            self._stored, self.all_bytes = self._open(model, directory)
+
+    def _open(self, model: str, directory: Path) -> tuple[dict[str, Any], int]:
+        """Return the tensors of safetensors files, which have not been read, and the size of the files."""
+        stored: dict[str, Any] = {}
         paths = safetensors_files(model, directory)
         if not paths:
             raise Unsupported(f"model {model!r} has no safetensors: a rank cannot read a part of other weight files")
@@ -50,8 +61,9 @@ class SliceReader:
                 file = self._open_files.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # safetensors raises many kinds of errors
                 raise InvalidRequest(f"model {model!r} cannot be loaded: {error}", field="model") from error
-            self._file_of |= dict.fromkeys(file.keys(), file)
-        self.all_bytes = sum(path.stat().st_size for path in paths)
+            names: list[str] = file.keys()
+            stored |= {name: file.get_slice(name) for name in names}
+        return stored, sum(path.stat().st_size for path in paths)
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +83,7 @@ class SliceReader:
         Raises:
             InvalidRequest: a tensor has another shape than its parameter.
         """
-        return {key: self._part(key, file.get_slice(key), shapes, cut_of) for key, file in self._file_of.items()}
+        return {key: self._part(key, stored, shapes, cut_of) for key, stored in self._stored.items()}
 
     def _part(
         self, key: str, stored: Any, shapes: Mapping[str, Sequence[int]], cut_of: Callable[[str], Cut | None]
@@ -98,7 +110,7 @@ class TensorPart:
     def __init__(self, stored: Any, cut: Cut | None, count: Callable[[int], None]) -> None:
         """
         Args:
-            stored: safetensors' slice of the whole tensor.
+            stored: safetensors' slice of the whole tensor, or a weight of a GGUF file.
             cut: range to read; None for the whole tensor.
             count: called with the number of bytes of each tensor that was read.
         """
