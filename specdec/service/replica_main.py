@@ -31,6 +31,7 @@ from specdec.checkpoints.preflight import require_servable
 from specdec.contract.engine_api import Engine
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import SIMULATED_PREFIX
+from specdec.engine.kernels.library import load_early
 from specdec.engine.schedule.scheduler import Scheduler
 from specdec.engine.simulated.engines import SimulatedDraft, SimulatedTarget
 from specdec.engine.simulated.simulated_pair import simulated_pair
@@ -50,7 +51,7 @@ from specdec.service.lifecycle import (
 from specdec.service.model_grace import ModelGrace
 from specdec.service.rank_group import run_ranks
 from specdec.settings.addresses import guarded_address
-from specdec.settings.devices import require_device
+from specdec.settings.devices import likely_device, require_device
 from specdec.settings.draft_specs import LocalDraftSpec
 from specdec.settings.processors import num_processors
 from specdec.settings.reading import opened, parse_settings
@@ -325,19 +326,18 @@ def _load_worker(
     num_decode_rows: int,
     note_loaded: Callable[[float], None],
 ) -> Worker:
+    if likely_device(settings.device) == "cpu" and settings.compile_backend in ("auto", "native"):
+        load_early(cache_directory(os.environ) / "compiled")
     with memory.collector_at_rest():
         import torch
 
         from specdec.engine.kept_worker import load_kept_worker
         from specdec.engine.options import AUTO, EAGER, NATIVE
 
+    is_given = settings.num_threads is not None or "OMP_NUM_THREADS" in os.environ
     # Steps of `torch.compile` are compiled for a fixed number of threads, and a number that the user gave is kept.
-    measures_threads = (
-        settings.num_threads is None
-        and "OMP_NUM_THREADS" not in os.environ
-        and settings.compile_backend in (AUTO, NATIVE, EAGER)
-    )
-    if settings.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+    measures_threads = not is_given and settings.compile_backend in (AUTO, NATIVE, EAGER)
+    if not is_given:
         # Torch counts the cores of the machine. More threads than a container has processors' time only wait.
         torch.set_num_threads(min(torch.get_num_threads(), num_processors()))
     request = load_request(settings, num_decode_rows, note_loaded, local_drafts)

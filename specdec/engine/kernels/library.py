@@ -1,7 +1,7 @@
 """Loading of the kernels: a prebuilt library for this kind of processor, else `step.cpp` compiled once on this machine.
 
 A compiled library is kept in a cache directory under a digest of all sources, the compiler and the processor. Only the
-first start on a machine compiles, for a few seconds, and a home directory shared by machines holds one library for
+first start on a machine compiles, for some ten seconds, and a home directory shared by machines holds one library for
 each. A kept library that is damaged or that other users could have written is compiled again (`artifact_cache`). Called
 by `specdec.engine.loader`; `specdec.engine.logits.kernel_choices` uses the loaded library.
 """
@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import logging
+import os
 import platform
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from specdec.checkpoints import artifact_cache
@@ -32,6 +36,7 @@ _ARCHITECTURE = ("-march=native",)
 
 
 _loaded: list[ctypes.CDLL] = []
+_loading = threading.Lock()
 
 
 def loaded_library() -> ctypes.CDLL | None:
@@ -53,9 +58,20 @@ def load_library(directory: Path | None) -> ctypes.CDLL:
         with contextlib.suppress(OSError):
             return _load(path)
     try:
-        return _load_or_compile(directory)
+        with _loading:
+            return _load_or_compile(directory)
     except OSError as error:
         raise Unsupported(f"native kernels cannot be compiled or loaded: {error}", field="compile_backend") from error
+
+
+def load_early(directory: Path) -> None:
+    """Begin to load the kernels in a thread, because their compilation takes as long as the import of torch."""
+
+    def load() -> None:
+        with contextlib.suppress(Unsupported):  # whoever needs them reports it
+            load_library(directory)
+
+    threading.Thread(target=load, name="kernels", daemon=True).start()
 
 
 def _load_or_compile(directory: Path | None) -> ctypes.CDLL:
@@ -63,8 +79,27 @@ def _load_or_compile(directory: Path | None) -> ctypes.CDLL:
     digest = source_digest(" ".join(_ARCHITECTURE).encode(), compiler_version(compiler), _processor().encode())
     name = f"native-{digest}.so"
     kept = None if directory is None else directory / name
-    if kept is not None and (library := _load_kept(kept)):
+    if kept is None:
+        return _compile(compiler, name, kept)
+    if library := _load_kept(kept):
         return library
+    with _alone(kept.parent):  # replicas that start together compile once
+        return _load_kept(kept) or _compile(compiler, name, kept)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, if it can be made; the system releases the lock when this process ends."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            artifact_cache.make_folder(folder)
+            opened = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, opened)
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: str, name: str, kept: Path | None) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="specdec-native-") as temporary:
         built = Path(temporary) / name
         _log.info("compiling native kernels with %s", compiler)
@@ -88,10 +123,14 @@ def _load_kept(path: Path) -> ctypes.CDLL | None:
 
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for width in (library.specdec_panel, library.specdec_max_queries, library.specdec_group):
-        width.restype = ctypes.c_int64
-    library.specdec_fits.argtypes = [ctypes.c_int64] * 2
     pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for width in (library.specdec_panel, library.specdec_max_queries, library.specdec_group):
+        width.restype = number
+    library.specdec_fits.argtypes = [number] * 2
+    library.specdec_format_of.argtypes, library.specdec_format_of.restype = [number], number
+    library.specdec_panel_bytes.argtypes, library.specdec_panel_bytes.restype = [number] * 2, number
+    for rows in (library.specdec_pack_blocks, library.specdec_widen_rows):
+        rows.argtypes, rows.restype = [number, pointer, number, number, pointer, ctypes.c_int], None
     library.specdec_coupled_choices.argtypes = [pointer, number, number, pointer, pointer, ctypes.c_int]
     library.specdec_coupled_choices.restype = None
     library.specdec_argmax.argtypes = [pointer, number, number, number, pointer, pointer]
