@@ -9,12 +9,17 @@ Called by `specdec.service.replica_main`; `engine.loader` keeps models.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from specdec.checkpoints.gguf.file import GgufFile
+from specdec.checkpoints.gguf.weights import weights_of
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.packed_names import packed_name
 from specdec.contract.errors import Unsupported
@@ -25,8 +30,10 @@ from specdec.engine.model.batch_invariance import require_batch_invariance
 from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool_blocks
 from specdec.engine.model.self_check import Reference, require_same
 from specdec.engine.model.thread_tuning import settle_threads
+from specdec.engine.native.file_layout import FileLayout, FromFile, LlamaNumbers
 from specdec.engine.native.kept_layout import KeptLayout, Unreadable, keep, open_kept
 from specdec.engine.native.native_runner import NativeRunner
+from specdec.engine.native.packing import PackedModel
 from specdec.engine.options import AUTO, NATIVE, LoadRequest
 from specdec.settings.devices import likely_device
 
@@ -83,6 +90,7 @@ def keep_worker(
     *,
     architecture: str,
     context: int,
+    from_file: FromFile | None = None,
 ) -> None:
     """Keep the model of a worker that passed the self-check, if it can be kept; a full disk is only reported.
 
@@ -94,6 +102,7 @@ def keep_worker(
         reference: what the worker was compared with.
         architecture: type of the model.
         context: most tokens that the model supports, whatever was requested.
+        from_file: what is kept instead of the packed weights of a GGUF file, which are packed again at each start.
     """
     path = _path(request, directory, library) if _may_be_kept(request) else None
     if path is None:
@@ -113,9 +122,13 @@ def keep_worker(
         "vocabulary_fingerprint": shape.vocabulary_fingerprint,
         "dtype": shape.dtype,
     }
+    arrays, packed = list(reference.logits), worker.packed if from_file is None else None
+    if from_file is not None:
+        facts["numbers"] = asdict(from_file.numbers)
+        arrays += from_file.rotary
     began_s = time.monotonic()
     try:
-        keep(path, worker.packed, facts, [rows.numpy() for rows in reference.logits], _Progress().note)
+        keep(path, packed, facts, [rows.numpy() for rows in arrays], _Progress().note)
     except OSError as error:
         _log.warning("packed weights are not kept, so later starts pack them again: %s: %s", path, error)
         return
@@ -163,7 +176,11 @@ def _load(kept: KeptLayout, request: LoadRequest, library: ctypes.CDLL) -> Worke
     if not max(lengths) <= context <= facts["positions"] or num_blocks < blocks_of_check:
         return None
     cache = KvCache(layers, num_blocks=num_blocks, dtype=torch.float32, device=torch.device("cpu"))
-    packed = kept.load(library, [layer.rows.data_ptr() for layer in cache.layers], request.note_loaded)
+    caches = [layer.rows.data_ptr() for layer in cache.layers]
+    if kept.has_weights:
+        packed = kept.load(library, caches, request.note_loaded)
+    else:
+        packed = _from_file(kept, request, library, caches)
     layout = KvLayout("float32", tuple(block_bytes([layer], torch.float32) for layer in layers))
     shape = ModelShape(
         vocabulary_size=facts["vocabulary_size"],
@@ -185,12 +202,23 @@ def _load(kept: KeptLayout, request: LoadRequest, library: ctypes.CDLL) -> Worke
     return worker
 
 
+def _from_file(kept: KeptLayout, request: LoadRequest, library: ctypes.CDLL, caches: Sequence[int]) -> PackedModel:
+    """Pack the weights of a GGUF file. Raises Unreadable."""
+    file = GgufFile(Path(request.model).expanduser())
+    config = json.loads((locate_checkpoint(request.model) / "config.json").read_bytes())
+    numbers = LlamaNumbers(**kept.facts["numbers"])
+    cosines, sines = map(torch.from_numpy, kept.arrays()[-2:])
+    layout = FileLayout(library, weights_of(file, config), FromFile(numbers, (cosines, sines)), caches)
+    file.release()
+    return layout.packed
+
+
 def _reference(kept: KeptLayout) -> Reference:
     """Return what the checkpoint's own forward pass gave. Raises Unreadable."""
     facts = kept.facts
     return Reference(
         tuple(map(tuple, facts["sequences"])),
-        tuple(map(torch.from_numpy, kept.arrays())),
+        tuple(map(torch.from_numpy, kept.arrays()[: len(facts["sequences"])])),
         facts["spread"],
         facts["noise"],
     )

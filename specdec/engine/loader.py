@@ -34,7 +34,9 @@ from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, TransformersForward
 from specdec.engine.model.self_check import Arithmetic, Reference
 from specdec.engine.model.thread_tuning import settle_threads
-from specdec.engine.native.model_layout import ModelLayout, fits, round_weight
+from specdec.engine.native.file_layout import FromFile
+from specdec.engine.native.file_model import FileModel, open_file_model, tell_if_wider
+from specdec.engine.native.model_layout import ModelLayout, fits, llama_numbers, rotary_tables, round_weight
 from specdec.engine.native.native_runner import NativeRunner
 from specdec.engine.native.packing import Packing
 from specdec.engine.options import AUTO, NATIVE, CompileOptions, LoadRequest
@@ -64,6 +66,9 @@ class WholeModel(ModelPart):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._library: ctypes.CDLL | None = None
+        self._in_file: FileModel | None = None
+        """The model, if its weights stay in a GGUF file."""
+        self._from_file: FromFile | None = None
 
     def may_be_native(self, options: CompileOptions) -> bool:
         return self.device.type == "cpu" and options.backend in (AUTO, NATIVE)
@@ -72,8 +77,12 @@ class WholeModel(ModelPart):
         """Load the weights, and the kernels that are to run them."""
         _log.info("loading weights of %s to %s", request.model, self.device)
         began_s = time.monotonic()
+        if self._stays_in_file(request, config):
+            self.is_native = True
+            return
         self.model = _load_model(request.model, directory, config, dtype, self.device)
         _log.info("loaded weights in %.1f s", time.monotonic() - began_s)
+        tell_if_wider(Path(request.model).expanduser(), sum(each.nbytes for each in self.model.parameters()))
         if not request.compiling.multiplies_rows(self.device, is_int8=request.is_int8):
             self._library = self._native_library(request.compiling)
         self.is_native = self._library is not None
@@ -93,6 +102,8 @@ class WholeModel(ModelPart):
     ) -> Worker | None:
         if self._library is None:
             return None
+        if self._in_file is not None:
+            return self._file_runner(self._in_file, source, shape)
         # The shortest format that holds a weight exactly gives the same bits; float32 asks for weights as they are.
         packing = Packing(self._library, is_compact=request.dtype != "float32")
         layout = ModelLayout(
@@ -110,7 +121,7 @@ class WholeModel(ModelPart):
         if isinstance(worker, NativeRunner) and self._library is not None:
             keep_worker(
                 worker, request, directory, self._library, reference,
-                architecture=self.model.config.model_type, context=longest_context,
+                architecture=self.model.config.model_type, context=longest_context, from_file=self._from_file,
             )  # fmt: skip
 
     def forward_pass(self, request: LoadRequest, *, taps: bool) -> ForwardPass:
@@ -120,6 +131,30 @@ class WholeModel(ModelPart):
         if request.is_int8 or self.device.type == "cpu":
             relayout_linears(self.model, kinds)
         return TransformersForward(self.model, tuple(decoder_layers(self.model)) if taps else ())
+
+    def _stays_in_file(self, request: LoadRequest, config: PreTrainedConfig) -> bool:
+        """Take a GGUF file whose weights the kernels pack from the file; return False for other models."""
+        if request.local_drafts or request.is_int8 or not self.may_be_native(request.compiling):
+            return False
+        try:
+            library = load_library(request.compiling.directory)
+        except Unsupported:
+            return False
+        in_file = open_file_model(Path(request.model).expanduser(), config, library)
+        if in_file is None or not fits(library, in_file.model):
+            return False
+        self.model, self._library, self._in_file = in_file.model, library, in_file
+        return True
+
+    def _file_runner(self, in_file: FileModel, source: GraphSource, shape: ModelShape) -> NativeRunner:
+        began_s = time.monotonic()
+        self._from_file = FromFile(
+            llama_numbers(self.model, source.layer_kinds), rotary_tables(self.model, shape.max_context_tokens)
+        )
+        packed = in_file.packed(self._from_file, [layer.rows.data_ptr() for layer in source.cache.layers])
+        runner = NativeRunner(in_file.library, packed, source.cache, shape)
+        _log.info("packed %.0f MB of weights in %.1f s", runner.weight_bytes / 1e6, time.monotonic() - began_s)
+        return runner
 
     def _native_library(self, options: CompileOptions) -> ctypes.CDLL | None:
         """Return the native kernels if they are to run the model; None if other ways are."""

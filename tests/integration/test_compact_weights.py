@@ -1,4 +1,7 @@
-"""Native kernels keep weights in a shorter format if it is exact, and every logit keeps its bits."""
+"""Native kernels keep weights in a shorter format if it is exact.
+
+Plain numbers and fine scales give every logit the same bits. Blocks with offsets are summed in another order.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +76,12 @@ def logits_of(worker: NativeRunner) -> list[torch.Tensor]:
     ]
 
 
+def assert_close(compact: NativeRunner, whole: NativeRunner) -> None:
+    """Compare logits of the same weights, whose sums have another order."""
+    for got, expected in zip(logits_of(compact), logits_of(whole), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-5 * float(expected.std()))
+
+
 @pytest.mark.parametrize("odd", [False, True], ids=["ordinary numbers", "extreme numbers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
@@ -113,14 +122,13 @@ def test_numbers_of_q6_k_keep_their_bits_in_a_fraction_of_the_memory(tmp_path: P
 
 
 @pytest.mark.parametrize(("kind", "share"), [(GGMLQuantizationType.Q4_1, 0.25), (GGMLQuantizationType.Q8_0, 0.38)])
-def test_quantised_weights_keep_their_bits_in_a_fraction_of_the_memory(
+def test_quantised_weights_keep_their_numbers_in_a_fraction_of_the_memory(
     kind: GGMLQuantizationType, share: float, tmp_path: Path
 ) -> None:
     directory = build_tiny_model("llama", tmp_path / "model", vocabulary_size=96, context=64, config_overrides=WIDE)
     round_as(directory, kind)
     compact, whole = load(directory, "auto"), load(directory, "float32")
-    for got, expected in zip(logits_of(compact), logits_of(whole), strict=True):
-        assert torch.equal(got, expected)
+    assert_close(compact, whole)
     assert compact.weight_bytes < share * whole.weight_bytes
 
 
@@ -133,8 +141,7 @@ def test_groups_with_zero_and_with_the_largest_scales_are_stored_exactly(tmp_pat
     save_file(weights, path, metadata={"format": "pt"})
     for kind in (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0):
         round_as(directory, kind)
-        compact, whole = load(directory, "auto"), load(directory, "float32")
-        assert all(map(torch.equal, logits_of(compact), logits_of(whole)))
+        assert_close(load(directory, "auto"), load(directory, "float32"))
 
 
 def test_a_checkpoint_in_float32_stays_in_float32(tmp_path: Path) -> None:
@@ -169,7 +176,7 @@ def test_a_weight_that_does_not_fit_into_16_bits_stays_in_float32(tmp_path: Path
     "dtype",
     [pytest.param(torch.bfloat16, id="bfloat16"), pytest.param(torch.float16, marks=pytest.mark.full, id="float16")],
 )
-def test_compact_weights_give_the_bits_of_float32_on_processors_with_narrower_vectors(
+def test_compact_weights_give_the_numbers_of_float32_on_processors_with_narrower_vectors(
     dtype: torch.dtype, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_with(flags, tmp_path, monkeypatch)
@@ -184,5 +191,8 @@ def test_compact_weights_give_the_bits_of_float32_on_processors_with_narrower_ve
         else:
             round_as(directory, rounded)
         compact, whole = (load(directory, name, tmp_path / "kept") for name in ("auto", "float32"))
-        assert all(map(torch.equal, logits_of(compact), logits_of(whole)))
+        if isinstance(rounded, GGMLQuantizationType):
+            assert_close(compact, whole)
+        else:
+            assert all(map(torch.equal, logits_of(compact), logits_of(whole)))
         assert compact.weight_bytes < 0.8 * whole.weight_bytes

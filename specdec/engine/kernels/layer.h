@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention.h"
+#include "blocks.h"
 #include "products.h"
 
 namespace {
@@ -25,6 +26,10 @@ void embed_from(const void* table, int64_t token_id, int64_t width, float* to) {
 }
 
 void embed(const Model& model, int64_t token_id, float* to) {
+    if (const int64_t row_bytes = model.embedding_row_bytes) {
+        const uint8_t* row = static_cast<const uint8_t*>(model.embeddings) + token_id * row_bytes;
+        return put_row(model.embedding_format, row, model.hidden, to);
+    }
     switch (model.embedding_format) {
         case BFLOAT16: return embed_from<Bfloat16>(model.embeddings, token_id, model.hidden, to);
         case FLOAT16: return embed_from<Float16>(model.embeddings, token_id, model.hidden, to);

@@ -13,6 +13,8 @@ constexpr int PANEL = LANES * PANEL_VECTORS;  // outputs side by side in a panel
 constexpr int GROUP = 4;                      // inputs of int8 weights that are multiplied and summed at once
 constexpr int SHARED = 32;                    // inputs of scaled weights that share a scale
 constexpr int FINE = 16;                      // inputs of fine weights that share a scale
+constexpr int SUPER = 256;                    // inputs whose scales share a factor
+constexpr int CENTRE = 32;                    // integer of 6 bits that stands for 0
 constexpr int ZERO = 128;                     // byte that stands for 0 in a row of integers
 constexpr int KEYS = 16;                      // tokens of a KV block
 constexpr int MAX_QUERIES = 4;                // queries that share a key while it is in registers
@@ -20,8 +22,12 @@ constexpr int CACHE_LINE = 64;                // bytes
 
 // Number format of a weight matrix. A weight in SCALED4 or SCALED8 is scale * integer + offset, computed in float32 and
 // rounded once; SHARED consecutive inputs of an output share a scale and an offset. A weight in FINE8 is scale * integer,
-// rounded once; FINE consecutive inputs of an output share a scale in float32.
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, SCALED4 = 4, SCALED8 = 5, FINE8 = 6 };
+// rounded once; FINE consecutive inputs of an output share a scale in float32. In the SUPER formats, which hold GGUF's K
+// quants, scales and offsets are products of an integer and a factor.
+enum Format : int64_t {
+    FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, SCALED4 = 4, SCALED8 = 5, FINE8 = 6, SCALED5 = 7, SUPER4 = 8,
+    SUPER5 = 9, SUPER6 = 10
+};
 
 int64_t padded(int64_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL; }
 
@@ -44,6 +50,8 @@ struct Product {
     const float* bias;       // [padded outputs] or null
     int64_t inputs;
     int64_t outputs;
+    const Product* rest;  // the outputs from `rest_from` on, which have another format; null: there are none
+    int64_t rest_from;    // whole panels
 };
 
 struct Layer {
@@ -71,7 +79,8 @@ struct Model {
     int64_t head_dim;
     int64_t mlp;
     const void* embeddings;    // [rows of the table, hidden]
-    int64_t embedding_format;  // FLOAT32, BFLOAT16 or FLOAT16
+    int64_t embedding_format;  // FLOAT32, BFLOAT16 or FLOAT16; of rows of a GGUF file their `Kind`
+    int64_t embedding_row_bytes;  // bytes of a row of a GGUF file; 0: the table is none
     const float* cosines;      // [positions, head_dim]
     const float* sines;        // [positions, head_dim]
     const float* final_gains;  // [hidden]

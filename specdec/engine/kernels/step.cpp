@@ -50,6 +50,42 @@ int specdec_fits(int64_t hidden, int64_t head_dim) {
     return hidden % PANEL == 0 && head_dim % LANES == 0 && attend_of(head_dim) != nullptr;
 }
 
+// Returns the format that holds a kind of GGUF's blocks as they are, and FLOAT32 if none does.
+int64_t specdec_format_of(int64_t kind) { return held_in(kind).format; }
+
+// Returns the bytes of a panel of blocks.
+int64_t specdec_panel_bytes(int64_t kind, int64_t inputs) {
+    const Held held = held_in(kind);
+    const int64_t upper = num_upper_bits(held.format), bits = held.format == SCALED8 ? 8 : 4 + upper;
+    const int64_t scales = held.format == SUPER6  ? inputs / SUPER * 2 + inputs / FINE
+                           : held.inputs == SUPER ? inputs / SUPER * 4 + inputs / SHARED * 2
+                                                  : inputs / SHARED * 4;
+    return PANEL * (scales + inputs * bits / 8);
+}
+
+// Packs rows of blocks of one kind into whole panels; `rows` has the address of each, null for a row of zeros.
+void specdec_pack_blocks(int64_t kind, const uint8_t* const* rows, int64_t num_panels, int64_t inputs, uint8_t* to,
+                         int num_threads) {
+    const int64_t panel_bytes = specdec_panel_bytes(kind, inputs);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+        uint8_t* at = to + panel * panel_bytes;
+        for (int64_t input = 0; input < inputs; input += SUPER) {
+            Parts parts[PANEL] = {};
+            for (int lane = 0; lane < PANEL; ++lane)
+                if (const uint8_t* row = rows[panel * PANEL + lane]) take_apart(kind, row, input, inputs, parts[lane]);
+            at = put_panel(held_in(kind).format, parts, inputs - input < SUPER ? inputs - input : SUPER, at);
+        }
+    }
+}
+
+// Writes rows of a GGUF file as float32; `rows` has the address of each.
+void specdec_widen_rows(int64_t kind, const uint8_t* const* rows, int64_t num_rows, int64_t inputs, float* to,
+                        int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t row = 0; row < num_rows; ++row) put_row(kind, rows[row], inputs, to + row * inputs);
+}
+
 void specdec_step(const Model* model, const Batch* batch, int num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {

@@ -131,23 +131,30 @@ inline Vector load_signed(const int8_t* from) {
 #endif
 }
 
-// Loads half bytes as floats: the low halves, then the high ones.
-inline void load_halves(const uint8_t* from, Vector& low, Vector& high) {
+// Loads unsigned bytes as integers.
+inline Integers load_unsigned(const uint8_t* from) {
 #if defined(__AVX512F__)
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    low = _mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15)));
-    high = _mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4));
+    return reinterpret_cast<Integers>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif defined(__AVX2__)
-    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    low = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));
-    high = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
+    return reinterpret_cast<Integers>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #else
-    for (int lane = 0; lane < LANES; ++lane) {
-        low[lane] = from[lane] & 15;
-        high[lane] = from[lane] >> 4;
-    }
+    Integers vector;
+    for (int lane = 0; lane < LANES; ++lane) vector[lane] = from[lane];
+    return vector;
 #endif
 }
+
+// Returns the lowest four bits of integers as floats.
+inline Vector lowest_bits(Integers integers) {
+#if defined(__AVX512F__)
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(integers), numbers);
+#else
+    return __builtin_convertvector(integers & 15, Vector);
+#endif
+}
+
+inline Vector as_floats(Integers integers) { return __builtin_convertvector(integers, Vector); }
 
 inline void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
 

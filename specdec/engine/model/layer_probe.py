@@ -172,6 +172,11 @@ def probing(model_type: str) -> Iterator[list[ProbedLayer]]:
         _running.reset(setting)
 
 
+def is_probing() -> bool:
+    """Return whether the probe runs, which looks at shapes and masks and at no weights."""
+    return _running.get() is not None
+
+
 @contextmanager
 def refusing_failures(config: PreTrainedConfig) -> Iterator[None]:
     """Turn any failure of a model into `Unsupported` with the model's type, except lack of memory."""

@@ -36,8 +36,8 @@ _AT_ONCE = 64 << 20
 _TABLE_AT_ONCE = 16 << 10
 #: Tables of which a step reads the rows of its tokens and positions.
 _MAPPED = ("embeddings", "cosines", "sines")
-#: Fields that belong to a worker: where its KV is, and what its local drafts read.
-_OF_A_WORKER = ("cache", "tapped", "num_tapped", "draft_heads", "num_draft_heads")
+#: Fields that belong to a worker: where its KV is, and what its local drafts read; and those of GGUF files alone.
+_OF_A_WORKER = ("cache", "tapped", "num_tapped", "draft_heads", "num_draft_heads", "rest", "rest_from")
 
 Note = Callable[[float], None]
 """Takes the share of the bytes that are read or written, 0..1."""
@@ -59,6 +59,11 @@ class KeptLayout:
         """Return the facts that were passed to `keep`."""
         facts: Mapping[str, Any] = self.header["facts"]
         return facts
+
+    @property
+    def has_weights(self) -> bool:
+        """Return whether `load` finds a model; the file of a model whose weights stay elsewhere has none."""
+        return self.header["model"] is not None
 
     def arrays(self) -> list[NDArray[np.float32]]:
         """Return the arrays [rows, columns] that were passed to `keep`. Raises Unreadable."""
@@ -124,13 +129,13 @@ def open_kept(path: Path) -> KeptLayout:
 
 
 def keep(
-    path: Path, packed: PackedModel, facts: Mapping[str, Any], arrays: Sequence[NDArray[np.float32]], note: Note
+    path: Path, packed: PackedModel | None, facts: Mapping[str, Any], arrays: Sequence[NDArray[np.float32]], note: Note
 ) -> None:
     """Write a model without its local drafts, unless another process is writing the same.
 
     Args:
         path: the file, in a folder of `artifact_cache`.
-        packed: the model.
+        packed: the model; None if its weights are packed from another file at each start.
         facts: what the caller wants back; JSON.
         arrays: float32 [rows, columns] that the caller wants back.
         note: takes the share that is written.
@@ -138,10 +143,12 @@ def keep(
     Raises:
         OSError: the file cannot be written.
     """
-    pieces = packed.packing.pieces()
-    described = _described(packed.model, {address: number for number, address in enumerate(pieces)})
+    pieces: Mapping[int, NDArray[np.uint8]] = {} if packed is None else packed.packing.pieces()
+    described = None if packed is None else _described(packed.model, {address: at for at, address in enumerate(pieces)})
     contents = [*pieces.values(), *(array.reshape(-1).view(np.uint8) for array in arrays)]
-    header: dict[str, Any] = {"facts": facts, "num_embeddings": packed.num_embeddings, "model": described}
+    header: dict[str, Any] = {"facts": facts, "model": described}
+    if packed is not None:
+        header["num_embeddings"] = packed.num_embeddings
     places = _places([content.nbytes for content in contents], len(json.dumps(header)))
     header["pieces"] = places[: len(pieces)]
     header["arrays"] = [(place[0], *array.shape) for place, array in zip(places[len(pieces) :], arrays, strict=True)]
@@ -150,7 +157,7 @@ def keep(
     artifact_cache.make_folder(path.parent)
     artifact_cache.make_room(path.parent, total)
     unfinished = path.with_name(f"{path.name}.unfinished")
-    tables = {described[name] for name in _MAPPED}
+    tables = set() if described is None else {described[name] for name in _MAPPED}
     with unfinished.open("ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, also by the process's end

@@ -19,6 +19,7 @@ from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.kv_cache import KvCache
 from specdec.engine.model.llama_shape import LlamaLayer, has_qk_norm
 from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.native.file_layout import LlamaNumbers
 from specdec.engine.native.packing import MOST_INT8_INPUTS, PackedModel, Packing
 from specdec.engine.native.structures import Layer, Model, Product
 
@@ -36,6 +37,30 @@ def fits(library: ctypes.CDLL, model: PreTrainedModel) -> bool:
 def round_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight [out, in] with the rounding of int8 weights."""
     return round_to_int8(weight).rounded()
+
+
+def llama_numbers(model: PreTrainedModel, kinds: Sequence[AttentionKind]) -> LlamaNumbers:
+    """Return the numbers of a model that `fits`; `kinds`: attention kind of each layer."""
+    inner = model.model
+    attention = inner.layers[0].self_attn
+    return LlamaNumbers(
+        hidden=attention.q_proj.in_features,
+        heads=attention.q_proj.out_features // attention.head_dim,
+        kv_heads=attention.k_proj.out_features // attention.head_dim,
+        head_dim=attention.head_dim,
+        mlp=model.config.intermediate_size,
+        epsilon=inner.norm.variance_epsilon,
+        qk_epsilon=getattr(attention, "q_norm", inner.norm).variance_epsilon,
+        scaling=attention.scaling,
+        windows=tuple(kind.window or 0 for kind in kinds),
+    )
+
+
+def rotary_tables(model: PreTrainedModel, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines, float32 [positions, head_dim] each."""
+    with torch.inference_mode():
+        cosines, sines = model.model.rotary_emb(torch.empty(0), torch.arange(num_positions).unsqueeze(0))
+    return cosines[0], sines[0]
 
 
 class ModelLayout:
@@ -62,35 +87,24 @@ class ModelLayout:
             is_int8: round the layers' weights to integers.
         """
         self._packing = packing
-        inner = model.model
-        first = inner.layers[0].self_attn
+        inner, numbers = model.model, llama_numbers(model, kinds)
+        cosines, sines = rotary_tables(model, max_context_tokens)
         self._layers = (Layer * len(inner.layers))()
         for index, kind in enumerate(kinds):
             self._layers[index] = self._layer(inner.layers[index], cache, index, kind, is_int8)
             inner.layers[index] = nn.Identity()
-        positions = torch.arange(max_context_tokens).unsqueeze(0)
-        with torch.inference_mode():
-            cosines, sines = inner.rotary_emb(torch.empty(0), positions)
-        qk_norm = getattr(first, "q_norm", inner.norm)
         embeddings, embedding_format = packing.embedding(inner.embed_tokens.weight)
         model_structure = Model(
             layers=self._layers,
             num_layers=len(self._layers),
-            hidden=first.q_proj.in_features,
-            heads=first.q_proj.out_features // first.head_dim,
-            kv_heads=first.k_proj.out_features // first.head_dim,
-            head_dim=first.head_dim,
-            mlp=model.config.intermediate_size,
             embeddings=embeddings,
             embedding_format=embedding_format,
-            cosines=packing.keep(cosines[0]),
-            sines=packing.keep(sines[0]),
+            cosines=packing.keep(cosines),
+            sines=packing.keep(sines),
             final_gains=packing.keep(inner.norm.weight),
             # The output head stays exact: with rounded weights the two best logits would often tie.
             head=self._product([model.lm_head], is_int8=False),
-            epsilon=inner.norm.variance_epsilon,
-            qk_epsilon=qk_norm.variance_epsilon,
-            scaling=first.scaling,
+            **numbers.fields,
         )
         num_embeddings = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
         self.packed = PackedModel(packing, model_structure, num_embeddings)

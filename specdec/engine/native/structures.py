@@ -16,6 +16,8 @@ class Product(Structure):
         ("bias", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
+        ("rest", c_void_p),
+        ("rest_from", c_int64),
     ]
 
 
@@ -50,6 +52,7 @@ class Model(Structure):
         ("mlp", c_int64),
         ("embeddings", c_void_p),
         ("embedding_format", c_int64),
+        ("embedding_row_bytes", c_int64),
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("final_gains", c_void_p),

@@ -24,6 +24,10 @@ class Format(IntEnum):
     SCALED4 = 4
     SCALED8 = 5
     FINE8 = 6
+    SCALED5 = 7
+    SUPER4 = 8
+    SUPER5 = 9
+    SUPER6 = 10
 
 
 FORMAT_OF = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
