@@ -36,6 +36,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
     left_out: str = "",
+    tensors_in_part: int = 0,
 ) -> Path:
     """Write the file and return its path.
 
@@ -47,9 +48,10 @@ def write_gguf(
         metadata: strings, numbers and truth values to store beside the checkpoint's, or instead of them.
         extra_tensors: stored besides the checkpoint's.
         left_out: a tensor, by its name in the file, that is not stored.
+        tensors_in_part: most tensors of a part; 0 writes one file.
     """
     config = LlamaConfig.from_pretrained(checkpoint)
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, "llama", split_max_tensors=tensors_in_part)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -6,6 +6,7 @@ file of them.
 Called by the suites `peers`, `crowd` and `real`.
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -91,11 +92,28 @@ def smollm2_bf16(folder: Path) -> ModelFiles:
         FileNotFoundError: its package is not installed.
     """
     from bench.systems.gguf_writing import rewrite  # needs the gguf extra
-    from specdec.checkpoints.gguf_convert import convert
 
     gguf, checkpoint = rewrite(SMOLLM2.path(), folder / "bf16.gguf", "BF16"), folder / "bf16"
-    convert(gguf, checkpoint, tokenizer_only=False)  # outside the user's cache, which would grow every run
+    write_checkpoint(gguf, checkpoint, "bfloat16")
     return ModelFiles(checkpoint, checkpoint, gguf)
+
+
+def write_checkpoint(gguf: Path, checkpoint: Path, dtype: str) -> None:
+    """Write a GGUF file as a Hugging Face checkpoint, for servers that do not read the file."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from specdec.engine.model.gguf_state import gguf_state
+
+    folder = locate_checkpoint(gguf)
+    config = AutoConfig.from_pretrained(folder)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=gguf_state(gguf), dtype=dtype
+    )
+    model.save_pretrained(checkpoint)
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            shutil.copy(path, checkpoint)
 
 
 def qwen_pair() -> ServedPair:
@@ -107,7 +125,9 @@ def qwen_pair() -> ServedPair:
 
     def files(model: PackagedModel) -> ModelFiles:
         path = model.path()
-        return ModelFiles(path, locate_checkpoint(path), path)
+        if not (checkpoint := path.with_suffix("")).is_dir():
+            write_checkpoint(path, checkpoint, "float32")
+        return ModelFiles(path, checkpoint, path)
 
     return ServedPair(
         "Qwen2.5-Coder 1.5B with 0.5B", files(QWEN_TARGET), files(QWEN_DRAFT), "float32", "f16",

@@ -3,7 +3,7 @@
 A user who can write such a file can run code as the user who loads it. A file is therefore used only if only root and
 this user can have written it, in a folder in which no other user can replace it. Each file ends with a digest of its
 content, because damaged machine code would be run too. Called by `specdec.engine.kernels.library` and
-`specdec.engine.kernels.compiler`; `specdec.checkpoints.gguf.conversion` and
+`specdec.engine.kernels.compiler`; `specdec.checkpoints.gguf.folder` and
 `specdec.engine.native.kept_layout` use its folder.
 """
 

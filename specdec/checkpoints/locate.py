@@ -1,7 +1,8 @@
 """Find the directory of a checkpoint given as a local directory, a GGUF file or a Hugging Face hub id.
 
-A GGUF file is converted and a hub id is downloaded first. This module loads no weights and imports neither torch nor
-transformers. Called by `specdec.checkpoints.vocabulary` (tokenizer files only) and `specdec.engine.loader` (all files).
+The small files of a GGUF file are made from its header, and a hub id is downloaded first. This module loads no weights
+and imports neither torch nor transformers. Called by `specdec.checkpoints.vocabulary` (tokenizer files only) and
+`specdec.engine.loader` (all files).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 import re
 from pathlib import Path
 
-from specdec.checkpoints.gguf.conversion import convert_gguf, is_gguf
+from specdec.checkpoints.gguf.file import is_gguf
+from specdec.checkpoints.gguf.folder import DIGEST_NAME, gguf_folder
 from specdec.contract.errors import InvalidRequest, Unsupported
 
 _log = logging.getLogger(__name__)
@@ -41,19 +43,20 @@ def locate_checkpoint(model: str | Path, *, small_files_only: bool = False) -> P
 
     Args:
         model: a directory, a GGUF file, or a hub id such as `Qwen/Qwen3-0.6B`, which is downloaded unless it is in the
-            cache (with `HF_HUB_OFFLINE=1` only the cache is used).
-        small_files_only: fetch only the configuration and the tokenizer (of a GGUF file, only the tokenizer).
+            cache (with `HF_HUB_OFFLINE=1` only the cache is used). The directory of a GGUF file has small files only.
+        small_files_only: fetch only the configuration and the tokenizer; of a GGUF file that only other engines can
+            run, the tokenizer alone.
 
     Raises:
-        InvalidRequest: the model is neither a directory nor available from the hub, or see `convert_gguf`.
-        Unsupported: see `convert_gguf`.
+        InvalidRequest: the model is neither a directory nor available from the hub, or see `gguf_folder`.
+        Unsupported: see `gguf_folder`.
     """
     name, path = str(model), Path(model).expanduser()
     if name and path.is_dir():
         return path
     if path.is_file():
         if is_gguf(path):
-            return convert_gguf(path, tokenizer_only=small_files_only)
+            return gguf_folder(path, tokenizer_only=small_files_only)
         raise InvalidRequest(
             f"model {name!r} is a file but not a GGUF file; give a checkpoint directory, a GGUF file or a hub id",
             field="model",
@@ -110,6 +113,8 @@ def checkpoint_fingerprint(directory: Path, *served_as: str) -> str:
     """
     digest = hashlib.blake2b(repr(served_as).encode(), digest_size=16)
     digest.update((directory / "config.json").read_bytes())
+    if (of_gguf := directory / DIGEST_NAME).is_file():
+        digest.update(of_gguf.read_bytes())
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())

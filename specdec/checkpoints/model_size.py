@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 from specdec.checkpoints.counts import MOST, MOST_LAYERS, require_count
+from specdec.checkpoints.gguf.file import GgufFile, is_gguf
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.preflight import read_sizes
 
@@ -63,7 +64,7 @@ def model_size(model: str) -> ModelSize:
     heads = sizes["num_attention_heads"] = sizes["num_attention_heads"] or 1
     kv_heads = sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
     head_dim = sizes["head_dim"] = sizes["head_dim"] or width // heads
-    counted = text.get("num_weights") or _counted_parameters(locate_checkpoint(model, small_files_only=True))
+    counted = _counted_parameters(Path(model).expanduser(), model)
     return ModelSize(
         counted or _estimated_parameters(sizes, is_tied=bool(text.get("tie_word_embeddings"))),
         counted == 0,
@@ -73,10 +74,12 @@ def model_size(model: str) -> ModelSize:
     )
 
 
-def _counted_parameters(directory: Path) -> int:
-    """Return the number of weights in the safetensors files; 0 if there are none or one is unreadable."""
+def _counted_parameters(path: Path, model: str) -> int:
+    """Return the number of weights in the files of a model; 0 if there are none or one is unreadable."""
+    if is_gguf(path):
+        return GgufFile(path).num_weights
     num_weights = 0
-    for path in directory.glob("*.safetensors"):
+    for path in locate_checkpoint(model, small_files_only=True).glob("*.safetensors"):
         try:
             with path.open("rb") as file:
                 num_bytes = int.from_bytes(file.read(8), "little")

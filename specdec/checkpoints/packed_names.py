@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specdec.checkpoints.artifact_cache import cache_directory
-from specdec.checkpoints.gguf.conversion import converted_gguf, is_gguf
+from specdec.checkpoints.gguf.file import is_gguf
+from specdec.checkpoints.gguf.folder import made_folder
 from specdec.checkpoints.locate import checkpoint_fingerprint
 
 
@@ -41,7 +42,7 @@ def is_packed(model: str, dtype: str) -> bool:
     """
     try:
         path = Path(model).expanduser()
-        directory = converted_gguf(path) if is_gguf(path) else path
+        directory = made_folder(path) if is_gguf(path) else path
         if directory is None or not directory.is_dir():
             return False
         return any(packed_folder(os.environ).glob(f"{_model_digest(directory, dtype)}-*.packed"))

@@ -15,10 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoints.gguf.conversion import is_gguf
-from specdec.checkpoints.gguf_header import gguf_config
+from specdec.checkpoints.gguf.file import is_gguf
 from specdec.checkpoints.locate import locate_checkpoint, require_plain_weights
-from specdec.checkpoints.weight_files import require_whole_gguf, require_whole_weights
+from specdec.checkpoints.weight_files import require_whole_weights
 from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported
 from specdec.contract.types import BLOCK_TOKENS
 
@@ -41,12 +40,9 @@ def require_servable(model: str, *, flag: str) -> None:
         Unsupported: its type is not a known decoder-only language model, or its quantisation is not supported.
     """
     with naming_flag(flag):
-        if is_gguf(path := Path(model).expanduser()):  # the conversion checks the rest
-            require_whole_gguf(path)
-            if read_sizes(model)["num_parts"] > 1:
-                raise Unsupported(
-                    f"model {model!r} is one of several parts: join them with llama-gguf-split --merge", field="model"
-                )
+        path = Path(model).expanduser()
+        if is_gguf(path):
+            locate_checkpoint(model)  # checks all of it
             return
         directory = locate_checkpoint(model, small_files_only=True)
         config = read_config(model, directory)
@@ -112,16 +108,20 @@ def read_config(model: str, directory: Path) -> Mapping[str, Any]:
     return config
 
 
+def model_config(model: str) -> Mapping[str, Any]:
+    """Return a model's config.json; that of a GGUF file is made from its header. Raises as `read_sizes`."""
+    is_file = is_gguf(Path(model).expanduser())
+    return read_config(model, locate_checkpoint(model, small_files_only=not is_file))
+
+
 def read_sizes(model: str) -> Mapping[str, Any]:
-    """Return the part of a model's config.json that has its sizes; of a GGUF file, its header in that form.
+    """Return the part of a model's config.json that has its sizes.
 
     Raises:
-        InvalidRequest: as `read_config` and `gguf_config`; or the checkpoint does not exist.
-        Unsupported: as `gguf_config`.
+        InvalidRequest: as `read_config`; or the checkpoint does not exist.
+        Unsupported: a GGUF file holds a model that only other engines can run.
     """
-    if is_gguf(path := Path(model).expanduser()):
-        return gguf_config(path)
-    config = read_config(model, locate_checkpoint(model, small_files_only=True))
+    config = model_config(model)
     return config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 

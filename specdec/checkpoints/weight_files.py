@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from specdec.checkpoints.gguf_header import DamagedHeader, read_gguf_header
 from specdec.contract.errors import InvalidRequest
 
 #: Limit of a safetensors header, set by the format.
 _MOST_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
+
+
+class DamagedHeader(Exception):
+    """A file contradicts its header; the message says how."""
 
 
 def require_whole_weights(model: str, directory: Path) -> None:
@@ -37,20 +40,6 @@ def require_whole_weights(model: str, directory: Path) -> None:
             raise InvalidRequest(
                 f"model {model!r} has a damaged {path.name}: {error}; was the download cut short?", field="model"
             ) from error
-
-
-def require_whole_gguf(path: Path) -> None:
-    """Check the header of a GGUF file.
-
-    Raises:
-        InvalidRequest: the file ends before its last tensor. The message has both lengths.
-    """
-    try:
-        _require_length(path.stat().st_size, read_gguf_header(path).least_bytes)
-    except (DamagedHeader, OSError, ValueError) as error:
-        raise InvalidRequest(
-            f"model {str(path)!r} is damaged: {error}; was the download cut short?", field="model"
-        ) from error
 
 
 def _require_length(size: int, least: int) -> None:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.cross_vocabulary.pair_preflight import require_servable_pair
-from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.model_size import ModelSize, model_size
-from specdec.checkpoints.preflight import read_config, require_servable
+from specdec.checkpoints.preflight import model_config, require_servable
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import model_name, print_table
 from specdec.cli.request_flags import add_client_flags, connect
@@ -190,7 +189,7 @@ def _relatives(target: str) -> Sequence[str]:
     """Return small models on the hub of the target's type; none for a target on this machine."""
     if Path(target).expanduser().exists():
         return ()
-    model_type = read_config(target, locate_checkpoint(target, small_files_only=True))["model_type"]
+    model_type = model_config(target)["model_type"]
     return [model for model in _RELATIVES.get(model_type, ()) if model != target]
 
 

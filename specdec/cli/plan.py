@@ -16,10 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoints.gguf.conversion import is_gguf
-from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.model_size import model_size
-from specdec.checkpoints.preflight import naming_flag, read_config, require_decoder_only
+from specdec.checkpoints.preflight import model_config, naming_flag, require_decoder_only
 from specdec.cli import Usage
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.planning.cards import CARDS, Card, PlacedModel, card_of
@@ -125,8 +123,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _sized(flag: str, model: str, dtype: str, card: Card) -> PlacedModel:
     with naming_flag(flag):
-        if not is_gguf(Path(model).expanduser()):  # a header says it in other words, which model_size checks
-            require_decoder_only(model, read_config(model, locate_checkpoint(model, small_files_only=True)))
+        require_decoder_only(model, model_config(model))
         size = model_size(model)
     weight_bytes = size.num_parameters * _DTYPE_BYTES[dtype]
     return PlacedModel(

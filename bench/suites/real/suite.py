@@ -25,9 +25,8 @@ from bench.systems.gguf_writing import rewrite
 from bench.systems.llama_cpp import LlamaProcess, is_installed
 from bench.systems.ours import RunningSystem, SystemRun
 from bench.systems.real_models import SMOLLM2
-from bench.systems.served import smollm2_bf16
+from bench.systems.served import smollm2_bf16, write_checkpoint
 from bench.systems.transformers import PeerProcess, PeerRun
-from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_tokenizer
 
 SUITE = "real"
@@ -63,7 +62,8 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     except FileNotFoundError as error:
         raise SystemExit(f"error: {error}") from None
     with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder, ExitStack() as stack:
-        checkpoint = locate_checkpoint(model)
+        checkpoint = Path(folder) / "float32"
+        write_checkpoint(model, checkpoint, "float32")
         bf16 = smollm2_bf16(Path(folder))
         ours = {
             name: stack.enter_context(RunningSystem(path, None, dtype=dtype))

@@ -3,7 +3,7 @@
 A file may consist of several parts, which are read together. Nothing is copied: a tensor's bytes are read from the disk
 when they are used. A header of 256k tokens is walked in 0.2 s. Called by the other modules of this package.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Source: the specification of GGUF in https://github.com/ggml-org/ggml/tree/master/docs
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class Kind(NamedTuple):
-    """How the weights of a tensor are stored."""
+    """A type of tensors."""
 
     name: str
-    """As llama.cpp writes it."""
+    """Name that llama.cpp gives it."""
     num_weights: int
     """Weights in a block."""
     num_bytes: int
@@ -164,7 +164,9 @@ class GgufFile:
         tensors: dict[str, StoredTensor] = {}
         for part in self._parts:
             stated = part.metadata.get("split.count", self.num_parts)
-            if not (is_count(stated, self.num_parts, self.num_parts) or (self.num_parts == 1 and stated in (0, 1))):
+            if not (
+                is_count(stated, self.num_parts, self.num_parts) or (self.num_parts == 1 and is_count(stated, 0, 1))
+            ):
                 self._refuse(
                     f"split.count is {stated!r:.80}, and by its name it has {self.num_parts} parts: name every part as "
                     "in model-00001-of-00002.gguf, or join them with llama-gguf-split --merge"
