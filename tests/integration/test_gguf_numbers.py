@@ -81,6 +81,9 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("gemma3", "attention.sliding_window_pattern", [True]),
     ("phi3 with long sequences", "rope.scaling.factor", 2.0),
     ("llama", "nextn_predict_layers", 1),
+    ("gemma4", "attention.sliding_window_pattern", [True] * 4),
+    ("gemma4", "feed_forward_length", [48, 96, 96, 96]),
+    ("gemma4 with experts", "attention.head_count_kv", [2, 1, 1, 1]),
 ]
 
 
@@ -103,6 +106,7 @@ def test_a_number_that_is_not_supported_is_refused_by_its_name(
 #: Numbers that no model has, or that every model has.
 IMPOSSIBLE: list[tuple[str, Any]] = [
     ("block_count", 0), ("block_count", None), ("embedding_length", None), ("attention.head_count", "four"),
+    ("feed_forward_length", None),
     ("attention.layer_norm_rms_epsilon", float("nan")), ("attention.layer_norm_rms_epsilon", None),
     ("rope.freq_base", "large"),
 ]  # fmt: skip

@@ -14,12 +14,10 @@ import gguf
 import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specdec.checkpoints.gguf.architectures import config_of
 from specdec.checkpoints.gguf.file import GgufFile
 from specdec.engine.model.checkpoint_model import load_weights
-from specdec.engine.model.gguf_state import gguf_state
 from specdec.engine.model.layer_probe import register_probe
 
 VOCABULARY_SIZE = 96
@@ -36,7 +34,9 @@ PAIRED = ("llama", "mistral3", "arcee", "smollm3", "granite", "granitemoe")
 #: Parts of parameters that are stacked or joined, by the names of the tensors.
 EXPERTS = {"experts.down_proj": "ffn_down_exps.weight", "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
            "experts.down_proj_bias": "ffn_down_exps.bias", "self_attn.sinks": "attn_sinks.weight",
-           "block_sparse_moe.router.weight": "ffn_gate_inp.weight"}  # fmt: skip
+           "block_sparse_moe.router.weight": "ffn_gate_inp.weight", "router.scale": "ffn_gate_inp.scale",
+           "router.per_expert_scale": "ffn_down_exps.scale", "layer_scalar": "layer_output_scale.weight",
+           "router.proj.weight": "ffn_gate_inp.weight"}  # fmt: skip
 
 
 def rope(base: float = 500.0, kind: str = "default", **others: Any) -> dict[str, Any]:
@@ -67,6 +67,19 @@ LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0}
 PATTERN = [False, True, False]
 LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 LONG = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.5], "original_max_position_embeddings": 128}
+GEMMA4 = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20,
+    "head_dim": 12, "global_head_dim": 16, "tie_word_embeddings": True, "final_logit_softcapping": 7.0,
+    "rope_parameters": {
+        "full_attention": rope(700.0, "proportional", partial_rotary_factor=0.25), "sliding_attention": rope(90.0),
+    },
+}  # fmt: skip
+STORED_GEMMA4 = {
+    "attention.key_length": 16, "attention.value_length": 16, "attention.key_length_swa": 12,
+    "attention.value_length_swa": 12, "rope.dimension_count": 16, "rope.dimension_count_swa": 12,
+    "attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False] * 2, "rope.freq_base_swa": 90.0,
+    "final_logit_softcapping": 7.0,
+}  # fmt: skip
 CASES: dict[str, Case] = {
     "llama": ("llama", {"rope_parameters": rope(), "rms_norm_eps": 1e-2}, "llama", {}),
     "llama with wide heads": ("llama", {"rope_parameters": rope(), "head_dim": 16}, "llama", {}),
@@ -169,6 +182,21 @@ CASES: dict[str, Case] = {
         {**STORED_YARN, **EXPERT_COUNTS, "expert_feed_forward_length": 48, "attention.sliding_window": 20,
          "attention.sliding_window_pattern": PATTERN},
     ),
+    "gemma4": (
+        "gemma4_text",
+        {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY_SIZE,
+         "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        "gemma4",
+        {**STORED_GEMMA4, "embedding_length_per_layer_input": 8, "attention.shared_kv_layers": 2,
+         "feed_forward_length": [48, 48, 96, 96]},
+    ),
+    "gemma4 with experts": (
+        "gemma4_text",
+        {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+        "gemma4",
+        {**STORED_GEMMA4, **EXPERT_COUNTS, "expert_feed_forward_length": 24, "attention.head_count_kv": [2, 1, 2, 1]},
+    ),
     "exaone4": (
         "exaone4", {"rope_parameters": rope(), "sliding_window": 20, "layer_types": LAYERS}, "exaone4",
         {"attention.sliding_window": 20, "attention.sliding_window_pattern": PATTERN},
@@ -202,6 +230,7 @@ def build(kind: str, changes: Mapping[str, Any]) -> PreTrainedModel:
     config = CONFIG_MAPPING[kind](**(SIZES | dict(changes)))
     torch.manual_seed(0)  # some classes begin with random vectors
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.config.allow_global_per_layer_attribute_access = True  # `stated_by` reads heads, which may differ by layer
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
@@ -305,17 +334,20 @@ def write_case(case: Case, path: Path, *, extra: Mapping[str, np.ndarray] | None
     if "long_factor" in (parameters := getattr(model.config, "rope_parameters", None) or {}):
         extra |= {f"rope_factors_{name}.weight": np.array(parameters[f"{name}_factor"], np.float32)
                  for name in ("long", "short")}  # fmt: skip
+    if architecture == "gemma4":  # a quarter of the frequencies of wide heads is rotated
+        extra |= {"rope_freqs.weight": np.array([1, 1, *[1e30] * 6], np.float32)}
     tensors = tensors_of(model, architecture) | extra
     return write(path, architecture, stated_by(model.config) | numbers | changed, tensors)
 
 
 def load(path: Path) -> PreTrainedModel:
+    """Return the model of a file as the engine loads it, with eager attention."""
     config = config_of(GgufFile(path))
     made = CONFIG_MAPPING[config.pop("model_type")](**config)
     register_probe()
     model = load_weights(
-        "tiny", MODEL_FOR_CAUSAL_LM_MAPPING[type(made)], None, config=made, state_dict=gguf_state(path),
-        dtype=torch.float32, ignore_mismatched_sizes=True,
+        str(path), AutoModelForCausalLM, path.parent, config=made, dtype=torch.float32, trust_remote_code=False,
+        ignore_mismatched_sizes=True,
     )  # fmt: skip
     model.set_attn_implementation("eager")
     return model

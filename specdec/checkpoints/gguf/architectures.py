@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.checkpoints.counts import MOST_LAYERS
-from specdec.checkpoints.gguf.description import LETTERS, REQUIRED, Architecture, Number
+from specdec.checkpoints.gguf.description import REQUIRED, Architecture, Number, sizes_of
 from specdec.checkpoints.gguf.file import GgufFile
 from specdec.checkpoints.gguf.numbers import ModelNumbers
 from specdec.checkpoints.gguf.rope import rope_fields
@@ -32,7 +32,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """
     architecture = known_architecture(file)
     numbers = ModelNumbers(file, architecture.model_type)
-    config = _sizes(file, architecture, numbers)
+    own = architecture.by_layer.fields(file, numbers) if architecture.by_layer else {}
+    config = own | _sizes(file, architecture, numbers)
     sizes = sizes_of(config)
     for key, number in architecture.numbers.items():
         config[number.field] = _value(numbers, key, number, sizes)
@@ -71,28 +72,16 @@ def known_architecture(file: GgufFile) -> Architecture:
     return architecture
 
 
-def sizes_of(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of a model by the letters of `description.LETTERS`; 0 for one that it does not have."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    width = config.get("head_dim") or hidden // heads
-    mlp = config.get("intermediate_size") or config.get("n_inner") or 0
-    sizes = (
-        hidden, mlp, heads * width, config["num_key_value_heads"] * width, width, config["vocab_size"],
-        config["max_position_embeddings"], config.get("num_experts") or config.get("num_local_experts") or 0,
-        config.get("moe_intermediate_size") or mlp, config.get("shared_expert_intermediate_size") or 0, heads,
-    )  # fmt: skip
-    return dict(zip(LETTERS, sizes, strict=True))
-
-
 def _sizes(file: GgufFile, architecture: Architecture, numbers: ModelNumbers) -> dict[str, Any]:
     """Return the fields that all types of models have."""
     hidden, heads = numbers.count("embedding_length"), numbers.count("attention.head_count")
     kv_heads = numbers.count("attention.head_count_kv", heads)
     numbers.require("embedding_length_out", hidden)
+    has_experts = "expert_count" in architecture.numbers  # such a file may leave out the width of an MLP that it lacks
     config = {
         "model_type": architecture.model_type,
         "hidden_size": hidden,
-        architecture.mlp_field: numbers.count("feed_forward_length", 0, least=0),
+        architecture.mlp_field: numbers.count("feed_forward_length", 0 if has_experts else None, least=0),
         "num_hidden_layers": numbers.count("block_count", most=MOST_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

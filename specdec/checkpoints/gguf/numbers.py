@@ -61,6 +61,10 @@ class ModelNumbers:
         """Return a value and count it as used."""
         return self._left.pop(key, default)
 
+    def put(self, key: str, value: Any) -> None:
+        """State a value in the place of the file's."""
+        self._left[key] = value
+
     def real(self, key: str, default: float | None = None) -> float:
         """Return a finite number.
 

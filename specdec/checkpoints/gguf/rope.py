@@ -30,6 +30,8 @@ _TOLERANCE = 1e-5
 
 _DEFAULT_BASE = 10_000.0
 _F32 = 0
+#: Least divisor of a frequency that is not rotated.
+_NOT_ROTATED = 1e29
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Rope:
     """Parameters of YaRN that the architecture implies."""
     has_temperature: bool = False
     """True if attention is scaled by the position, as in Ministral 3."""
+    is_proportional: bool = False
+    """True if the tensor `DIVISORS` says which part of each head is rotated, as in Gemma 4."""
     is_switchable: bool = False
     """True if a file may say that nothing is rotated, as in Granite."""
 
@@ -65,7 +69,7 @@ def rope_fields(file: GgufFile, numbers: ModelNumbers, rope: Rope, head_dim: int
         context: longest sequence of the model.
 
     Raises:
-        InvalidRequest: a number is none.
+        InvalidRequest: a value is impossible.
         Unsupported: transformers' configuration cannot state the embedding.
     """
     width = head_dim
@@ -79,6 +83,8 @@ def rope_fields(file: GgufFile, numbers: ModelNumbers, rope: Rope, head_dim: int
     if rope.is_partial:
         parameters["partial_rotary_factor"] = _share(width, head_dim)
     parameters |= _Scaling(file, numbers, rope, width // 2, context).parameters()
+    if rope.is_proportional:
+        parameters |= _proportional(file)
     if rope.has_temperature:
         parameters["llama_4_scaling_beta"] = float(numbers.real("attention.temperature_scale"))
     if rope.has_local:
@@ -90,6 +96,20 @@ def rope_fields(file: GgufFile, numbers: ModelNumbers, rope: Rope, head_dim: int
     return {"rope_parameters": parameters} | (
         {} if original is None else {"original_max_position_embeddings": original}
     )
+
+
+def _proportional(file: GgufFile) -> dict[str, Any]:
+    """Return the parameters of an embedding that does not rotate frequencies with a very large divisor."""
+    num_frequencies = file.tensors[DIVISORS].shape[0] if DIVISORS in file.tensors else 0
+    divisors = _floats(file, DIVISORS, num_frequencies)
+    num_rotated = int(np.count_nonzero(divisors == 1))
+    if num_rotated == 0 or not np.all(divisors[num_rotated:] >= _NOT_ROTATED):
+        raise Unsupported(
+            f"model {str(file.path)!r} uses an unsupported RoPE scaling: its tensor {DIVISORS} has another form than "
+            "Gemma 4's; serve it with --backend llama-cpp",
+            field="model",
+        )
+    return {"rope_type": "proportional", "partial_rotary_factor": _share(2 * num_rotated, 2 * num_frequencies)}
 
 
 def _share(width: int, head_dim: int) -> float:
@@ -126,7 +146,7 @@ class _Scaling:
             if is_scaled:
                 self._numbers.refuse("rope.scaling.factor", self._factor, f"with a tensor {DIVISORS}")
             return self._llama3()
-        if self._kind == "yarn" and not self._rope.is_long:
+        if self._kind == "yarn" and not (self._rope.is_long or self._rope.is_proportional):
             return self._yarn()
         if self._kind not in ("none", "linear") or (is_scaled and self._rope.is_long):
             self._numbers.refuse("rope.scaling.type", self._kind)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.checkpoints.gguf.description import Architecture, Number, Window
+from specdec.checkpoints.gguf.gemma4 import Gemma4
 from specdec.checkpoints.gguf.rope import Rope
 
 _ATTENTION = {
@@ -143,6 +144,12 @@ _LANGUAGE_MODELS: dict[str, Architecture] = {
         model_type="gemma3_text", layer={**_ATTENTION, **_HEAD_NORMS, **_MLP, **_GEMMA_NORMS}, **_GEMMA,
         numbers={"final_logit_softcapping": _FINAL_CAP}, num_layers_scaled_by_width=62,
         rope=Rope(has_local=True, local_base=10_000.0), window=Window(None, 6, is_required_by_layers=True),
+    ),
+    "gemma4": Architecture(
+        model_type="gemma4_text", layer={}, by_layer=Gemma4(), constants={"hidden_activation": "gelu_pytorch_tanh"},
+        numbers={"final_logit_softcapping": Number("final_logit_softcapping", 30.0, zero=None)},
+        rope=Rope(has_local=True, local_base=10_000.0, is_proportional=True),
+        window=Window(None, 6, is_required_by_layers=True),
     ),
     "phi3": Architecture(
         model_type="phi3", has_head_dim=False, shapes={"ffn_up": "2F,H"},

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.checkpoints.gguf.architectures import known_architecture, sizes_of
-from specdec.checkpoints.gguf.description import SHAPES, Architecture
+from specdec.checkpoints.gguf.architectures import known_architecture
+from specdec.checkpoints.gguf.description import SHAPES, Architecture, sizes_of
 from specdec.checkpoints.gguf.file import KINDS, GgufFile, StoredTensor
 from specdec.checkpoints.gguf.rope import DIVISORS, LONG_DIVISORS, SHORT_DIVISORS
 from specdec.contract.errors import InvalidRequest, Unsupported
@@ -24,7 +24,7 @@ _EMBEDDING, _HEAD = "token_embd", "output"
 _QUERIES_KEYS_VALUES, _JOINED = ("attn_q", "attn_k", "attn_v"), "attn_qkv"
 _EXPERT_PARTS, _JOINED_EXPERTS = ("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps"
 #: Parameters whose names do not end with `.weight`.
-_BARE = re.compile(r".*\.(experts\.\w+|sinks)")
+_BARE = re.compile(r".*\.(experts\.\w+|sinks|scale|per_expert_scale|layer_scalar)")
 #: Types of tensors that hold no weights.
 _NOT_WEIGHTS = {"I8", "I16", "I32", "I64"}
 
@@ -95,20 +95,24 @@ class _Finder:
         self._left = dict.fromkeys(file.tensors)
 
     def weights(self) -> dict[str, Weight]:
-        architecture, found = self._architecture, dict[str, Weight]()
-        for parameter, tensor in architecture.outer.items():
+        architecture, config, found = self._architecture, self._config, dict[str, Weight]()
+        by_layer = architecture.by_layer
+        for parameter, tensor in (by_layer.outer(config) if by_layer else architecture.outer).items():
             self._add(found, parameter, tensor, "")
-        if not self._config["tie_word_embeddings"]:
+        if not config["tie_word_embeddings"]:
             self._add(found, "lm_head", _HEAD, "")
-        for index in range(self._config["num_hidden_layers"]):
-            for parameter, tensor in architecture.layer.items():
+        for index in range(config["num_hidden_layers"]):
+            layer = by_layer.layer(config, index) if by_layer else architecture.layer
+            self._sizes = by_layer.sizes(config, index) if by_layer else self._sizes
+            for parameter, tensor in layer.items():
                 self._add(found, f"{architecture.layers}.{index}.{parameter}", tensor, f"blk.{index}.")
         self._require_none_left()
         return found
 
     def _add(self, found: dict[str, Weight], parameter: str, tensor: str, prefix: str) -> None:
-        is_bare = _BARE.fullmatch(parameter) is not None
-        found[parameter if is_bare else f"{parameter}.weight"] = self._weight(tensor, prefix, ".weight")
+        is_bare, (tensor, _, suffix) = _BARE.fullmatch(parameter) is not None, tensor.partition(".")
+        name = parameter if is_bare else f"{parameter}.weight"
+        found[name] = self._weight(tensor, prefix, f".{suffix or 'weight'}")
         if self._has_bias(tensor):
             found[f"{parameter}{'_' if is_bare else '.'}bias"] = self._weight(tensor, prefix, ".bias")
 
@@ -170,15 +174,17 @@ class _Finder:
         return stored
 
     def _shape(self, tensor: str, suffix: str) -> tuple[int, ...]:
-        stated = self._architecture.shapes.get(tensor, SHAPES[tensor])
+        stated = SHAPES.get(f"{tensor}{suffix}") or self._architecture.shapes.get(tensor, SHAPES[tensor])
         shape = tuple(_size(term, self._sizes) for term in stated.split(","))
-        return shape if suffix == ".weight" or len(shape) == 1 else shape[:-1]
+        return shape[:-1] if suffix == ".bias" and len(shape) > 1 else shape
 
     def _require_none_left(self) -> None:
         rope = self._architecture.rope
-        read = {DIVISORS: rope and rope.reads_divisors, LONG_DIVISORS: rope and rope.is_long,
+        read = {DIVISORS: rope and (rope.reads_divisors or rope.is_proportional), LONG_DIVISORS: rope and rope.is_long,
                 SHORT_DIVISORS: rope and rope.is_long}  # fmt: skip
+        by_layer = self._architecture.by_layer
         left = [name for name in self._left if not read.get(name)]
+        left = [name for name in left if by_layer is None or not by_layer.is_unused(self._config, name)]
         if left:
             raise Unsupported(
                 f"model {str(self._file.path)!r} has the tensor {left[0]}, which no model of type "
