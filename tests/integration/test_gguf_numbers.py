@@ -63,6 +63,8 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("llama", "logit_scale", 0.5),
     ("llama", "residual_scale", 0.22),
     ("llama", "rope.scaling.type", "dynamic"),
+    ("llama", "rope.scaling.factor", -2.0),
+    ("llama", "rope.freq_base", -1.0),
     ("llama", "attention.temperature_scale", 0.1),
     ("llama", "attention.head_count_kv", [2, 1, 2]),
     ("llama", "feed_forward_length", [48, 48, 40]),

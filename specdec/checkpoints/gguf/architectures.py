@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.checkpoints.counts import MOST_LAYERS
+from specdec.checkpoints.counts import MOST_LAYERS, is_count
 from specdec.checkpoints.gguf.description import REQUIRED, Architecture, Number, sizes_of
 from specdec.checkpoints.gguf.file import GgufFile
 from specdec.checkpoints.gguf.numbers import ModelNumbers
@@ -180,4 +180,4 @@ def _flags(file: GgufFile, architecture: Architecture) -> dict[str, bool]:
 def _tokens(file: GgufFile, num_tokens: int) -> dict[str, int | None]:
     """Return special tokens, so that the defaults of transformers' classes, which are other models', do not apply."""
     named = {field: file.metadata.get(f"tokenizer.ggml.{key}") for field, key in _TOKEN_KEYS.items()}
-    return {field: token if isinstance(token, int) and token < num_tokens else None for field, token in named.items()}
+    return {field: token if is_count(token, 0, num_tokens - 1) else None for field, token in named.items()}

@@ -78,7 +78,7 @@ def rope_fields(file: GgufFile, numbers: ModelNumbers, rope: Rope, head_dim: int
     else:
         numbers.require("rope.dimension_count", head_dim)
     numbers.require("rope.dimension_count_swa", width)
-    base = float(numbers.real("rope.freq_base", _DEFAULT_BASE))
+    base = _real_from_zero(numbers, "rope.freq_base", _DEFAULT_BASE)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     if rope.is_partial:
         parameters["partial_rotary_factor"] = _share(width, head_dim)
@@ -88,7 +88,7 @@ def rope_fields(file: GgufFile, numbers: ModelNumbers, rope: Rope, head_dim: int
     if rope.has_temperature:
         parameters["llama_4_scaling_beta"] = float(numbers.real("attention.temperature_scale"))
     if rope.has_local:
-        local_base = float(numbers.real("rope.freq_base_swa", rope.local_base or base))
+        local_base = _real_from_zero(numbers, "rope.freq_base_swa", rope.local_base or base)
         local = {"rope_type": "default", "rope_theta": local_base}
         return {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}}
     numbers.require("rope.freq_base_swa", base)
@@ -96,6 +96,14 @@ def rope_fields(file: GgufFile, numbers: ModelNumbers, rope: Rope, head_dim: int
     return {"rope_parameters": parameters} | (
         {} if original is None else {"original_max_position_embeddings": original}
     )
+
+
+def _real_from_zero(numbers: ModelNumbers, key: str, default: float) -> float:
+    """Return a number that must not be negative."""
+    value = float(numbers.real(key, default))
+    if value < 0:
+        numbers.refuse(key, value)
+    return value
 
 
 def _proportional(file: GgufFile) -> dict[str, Any]:
@@ -126,7 +134,8 @@ class _Scaling:
         self._num_frequencies, self._context = num_frequencies, context
         # Without a type, llama.cpp divides the frequencies by the factor.
         self._kind = numbers.take("rope.scaling.type", "linear")
-        self._factor = float(numbers.real("rope.scaling.factor", numbers.take("rope.scale_linear", 0.0)))
+        older = _real_from_zero(numbers, "rope.scale_linear", 0.0)
+        self._factor = _real_from_zero(numbers, "rope.scaling.factor", older)
         self._original = numbers.count("rope.scaling.original_context_length", context)
         self._attention_factor = float(numbers.real("rope.scaling.attn_factor", 1.0))
         is_rotated = numbers.take("rope.scaling.finetuned", True)
