@@ -104,6 +104,12 @@ CASES: dict[str, Case] = {
         "smollm3", {"rope_parameters": rope(), "num_hidden_layers": 5, "tie_word_embeddings": True}, "smollm3", {},
     ),
     "granite": ("granite", {"rope_parameters": rope(), **SCALES}, "granite", STORED_SCALES),
+    "granite with keys of hybrid models": (
+        "granite", {"rope_parameters": rope(), **SCALES}, "granite",
+        {**STORED_SCALES, "ssm.conv_kernel": 4, "ssm.state_size": 256, "ssm.group_count": 1, "ssm.inner_size": 64,
+         "ssm.time_step_rank": 2, "expert_shared_feed_forward_length": 48, "attention.head_count_kv": [2, 2, 2],
+         "rope.scaling.finetuned": True},
+    ),
     "granitemoe": (
         "granitemoe", {"rope_parameters": rope(), "num_local_experts": 4, **SCALES}, "granitemoe",
         {**STORED_SCALES, **EXPERT_COUNTS},

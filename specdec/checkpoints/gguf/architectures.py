@@ -37,7 +37,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     sizes = sizes_of(config)
     for key, number in architecture.numbers.items():
         config[number.field] = _value(numbers, key, number, sizes)
-    for key in architecture.of_images:
+    for key in architecture.unused:
         numbers.take(key)
     numbers.require("expert_weights_norm", architecture.constants.get("norm_topk_prob", True))
     config |= _epsilon(architecture, numbers) | _windows(architecture, numbers, config)

@@ -109,8 +109,8 @@ class Architecture:
     """Fields that the architecture implies."""
     numbers: Mapping[str, Number] = field(default_factory=dict)
     """Keys besides those of every architecture."""
-    of_images: tuple[str, ...] = ()
-    """Keys that say how images are read, which means nothing for text."""
+    unused: tuple[str, ...] = ()
+    """Keys that mean nothing for the model: they describe how images are read, or layers of a related model."""
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     """Key and field of the small number in norms."""
     mlp_field: str = "intermediate_size"

@@ -67,6 +67,12 @@ _GRANITE_SCALES = {
     "attention.scale": Number("attention_multiplier", _by_head, zero=_by_head),
 }
 
+#: Keys that Granite 4 has for layers of other kinds and for experts, even if it has none of these.
+_HYBRID_KEYS = (
+    "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank",
+    "expert_shared_feed_forward_length",
+)  # fmt: skip
+
 _GEMMA: Mapping[str, Any] = {
     "constants": {"hidden_activation": "gelu_pytorch_tanh"},
     "biases": _ATTENTION_BIAS,
@@ -105,7 +111,7 @@ _LANGUAGE_MODELS: dict[str, Architecture] = {
         model_type="smollm3", **_LLAMA, has_head_dim=False, constants={**_NO_WINDOW, "no_rope_layer_interval": 4}
     ),
     "granite": Architecture(
-        model_type="granite", **_LLAMA, numbers=_GRANITE_SCALES, has_head_dim=False,
+        model_type="granite", **_LLAMA, numbers=_GRANITE_SCALES, has_head_dim=False, unused=_HYBRID_KEYS,
         rope=Rope(reads_divisors=True, is_switchable=True),
     ),
     "granitemoe": Architecture(
@@ -240,7 +246,7 @@ _IMAGE_KEYS = ("rope.dimension_sections", "n_deepstack_layers")
 
 #: Architectures by `general.architecture`.
 ARCHITECTURES: Mapping[str, Architecture] = _LANGUAGE_MODELS | {
-    name: replace(_LANGUAGE_MODELS[text], of_images=_IMAGE_KEYS) for name, text in _OF_TEXT.items()
+    name: replace(_LANGUAGE_MODELS[text], unused=_IMAGE_KEYS) for name, text in _OF_TEXT.items()
 }
 
 
