@@ -11,13 +11,16 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from bench.systems.models import DEMO
 from specdec.checkpoints.gguf.dequantise import dequantise
 from specdec.checkpoints.gguf.file import KINDS, GgufFile
+from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.contract.errors import SpecdecError
 from specdec.engine.model.gguf_state import gguf_state
 from specdec.engine.parallel.slices import SliceReader
 from specdec.engine.parallel.splitting import Splitting
-from tests.support.gguf_models import CASES, build, load, require_same_logits, stated_by, tensors_of, write
+from specdec.learning.trained_model import load_model
+from tests.support.gguf_models import CASES, build, load, require_same_logits, stated_by, tensors_of, write, write_case
 
 
 def parts(case: str) -> tuple[str, dict[str, object], dict[str, np.ndarray]]:
@@ -116,6 +119,14 @@ def test_weights_have_the_narrowest_dtype_that_holds_them(kind: str, dtype: str,
     for layer in range(3):
         read = state[f"model.layers.{layer}.mlp.up_proj.weight"][...]
         np.testing.assert_array_equal(read.float().numpy(), stored[f"blk.{layer}.ffn_up.weight"])
+
+
+def test_a_file_is_loaded_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kind, changes, architecture, numbers = CASES["gemma3"]
+    changes = {**changes, "vocab_size": len(load_vocabulary(DEMO / "target"))}
+    path = write_case((kind, changes, architecture, numbers), tmp_path / "a.gguf", tokenizer=DEMO / "target")
+    require_same_logits(load_model(str(path)), build(kind, changes))
 
 
 def test_ranks_read_the_parts_of_a_file_that_they_read_of_a_checkpoint(tmp_path: Path) -> None:

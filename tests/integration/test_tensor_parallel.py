@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from bench.systems.models import DEMO
+from specdec.checkpoints.vocabulary import load_vocabulary
 from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported
 from specdec.contract.types import BLOCK_TOKENS, SamplingFilters
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
@@ -22,6 +24,8 @@ from specdec.engine.logits.filters import filtered_distributions
 from specdec.engine.logits.penalties import FilterContext
 from specdec.engine.logits.rows import coupled_choices
 from specdec.engine.options import EAGER, CompileOptions, LoadRequest
+from tests.support.gguf_models import CASES as CASES_OF_GGUF
+from tests.support.gguf_models import build, write_case
 from tests.support.rank_rig import RankRig
 from tests.support.tiny_models import build_tiny_model
 
@@ -49,11 +53,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[RankRig]:
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankRig]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with RankRig(2) as rig:
-        yield rig
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        with RankRig(2) as rig:
+            yield rig
     torch.set_num_threads(threads)
 
 
@@ -262,6 +268,18 @@ def test_ranks_read_the_files_that_transformers_reads(rig: RankRig, tmp_path: Pa
     tokens = random_tokens(1, 40)
     expected = logits_of_transformers(newer, tokens)
     torch.testing.assert_close(logits_of_ranks(rig, newer, tokens), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "gemma3"])
+def test_ranks_serve_a_gguf_file(name: str, rig: RankRig, tmp_path: Path) -> None:
+    kind, changes, architecture, numbers = CASES_OF_GGUF[name]
+    changes = {**changes, "vocab_size": len(load_vocabulary(DEMO / "target"))}
+    path = write_case((kind, changes, architecture, numbers), tmp_path / "a.gguf", tokenizer=DEMO / "target")
+    tokens = random_tokens(1, 40)
+    with torch.no_grad():
+        expected = build(kind, changes)(torch.tensor([tokens])).logits[0, -4:]
+    torch.testing.assert_close(logits_of_ranks(rig, path, tokens), expected, rtol=0, atol=1e-4)
+    assert max(share["parameter_share"] for share in rig.shares) < MOST
 
 
 def test_ranks_and_one_process_refuse_missing_and_misshapen_weights(rig: RankRig, tmp_path: Path) -> None:

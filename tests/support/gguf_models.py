@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from bench.systems.gguf_writing import add_tokenizer
 from specdec.checkpoints.gguf.architectures import config_of
 from specdec.checkpoints.gguf.file import GgufFile
 from specdec.engine.model.checkpoint_model import load_weights
@@ -303,7 +304,13 @@ def tensors_of(model: PreTrainedModel, architecture: str) -> dict[str, np.ndarra
 
 
 def write(
-    path: Path, architecture: str, numbers: Mapping[str, Any], tensors: Mapping[str, np.ndarray], kind: str = "F32"
+    path: Path,
+    architecture: str,
+    numbers: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    kind: str = "F32",
+    *,
+    tokenizer: Path | None = None,
 ) -> Path:
     """Write a file.
 
@@ -313,12 +320,15 @@ def write(
         numbers: by their keys without the architecture; None leaves a key out.
         tensors: by their names in the file.
         kind: how matrices are stored, as `GGMLQuantizationType` names it, unless their rows do not fill its blocks.
+        tokenizer: checkpoint with the tokenizer of the file; None: it has none.
     """
     writer = gguf.GGUFWriter(path, architecture)
     add = {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32, list: writer.add_array}
     for name, value in numbers.items():
         if value is not None:
             add.get(type(value), writer.add_uint32)(f"{architecture}.{name}", value)
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer)
     for name, array in tensors.items():
         if array.dtype == np.int32:
             writer.add_tensor(name, array)
@@ -333,8 +343,15 @@ def write(
     return path
 
 
-def write_case(case: Case, path: Path, *, extra: Mapping[str, np.ndarray] | None = None, **changed: Any) -> Path:
-    """Write the file of a case with further tensors, and with other numbers."""
+def write_case(
+    case: Case,
+    path: Path,
+    *,
+    extra: Mapping[str, np.ndarray] | None = None,
+    tokenizer: Path | None = None,
+    **changed: Any,
+) -> Path:
+    """Write the file of a case with further tensors, a checkpoint's tokenizer, and other numbers."""
     kind, changes, architecture, numbers = case
     model, extra = build(kind, changes), dict(extra or {})
     if "long_factor" in (parameters := getattr(model.config, "rope_parameters", None) or {}):
@@ -343,7 +360,7 @@ def write_case(case: Case, path: Path, *, extra: Mapping[str, np.ndarray] | None
     if architecture == "gemma4":  # a quarter of the frequencies of wide heads is rotated
         extra |= {"rope_freqs.weight": np.array([1, 1, *[1e30] * 6], np.float32)}
     tensors = tensors_of(model, architecture) | extra
-    return write(path, architecture, stated_by(model.config) | numbers | changed, tensors)
+    return write(path, architecture, stated_by(model.config) | numbers | changed, tensors, tokenizer=tokenizer)
 
 
 def load(path: Path) -> PreTrainedModel:
