@@ -111,6 +111,15 @@ def test_a_model_that_only_other_engines_run_has_a_tokenizer_and_is_refused_by_o
         assert "--backend llama-cpp" in refusal.value.message
 
 
+def test_a_folder_without_a_configuration_gets_one_from_a_version_that_knows_the_model(demo_file: Path) -> None:
+    config = locate_checkpoint(demo_file) / "config.json"
+    content = config.read_text()
+    config.unlink()  # an older version knew the tokenizer alone
+    assert locate_checkpoint(demo_file) == config.parent
+    assert config.read_text() == content
+    assert {path.suffix for path in config.parent.iterdir()} <= {".json", ".jinja", ".digest"}
+
+
 def test_a_file_is_sized_by_its_header(demo_file: Path) -> None:
     size = model_size(str(demo_file))
     assert size == model_size(str(TARGET))

@@ -51,7 +51,8 @@ def gguf_folder(path: Path, *, tokenizer_only: bool = False) -> Path:
         if not folder.is_dir():
             _make(path, folder, needs_config=not tokenizer_only)
         if not tokenizer_only and not (folder / _CONFIG).is_file():
-            _config(GgufFile(path))  # raises what kept it from being written
+            # Raises what kept it from being written, unless a newer version knows the model.
+            _write_config(_config(GgufFile(path)), folder)
         return folder
     except OSError as error:
         raise InvalidRequest(
@@ -89,12 +90,18 @@ def _make(path: Path, folder: Path, *, needs_config: bool) -> None:
         write_tokenizer(file, unfinished)
         (unfinished / DIGEST_NAME).write_text(folder.name, "utf-8")
         if config is not None:
-            (unfinished / _CONFIG).write_text(json.dumps(config), "utf-8")
+            _write_config(config, unfinished)
         try:
             unfinished.rename(folder)
         except OSError:  # another process may have been faster
             if not folder.is_dir():
                 raise
+
+
+def _write_config(config: dict[str, Any], folder: Path) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
+        json.dump(config, file)
+    os.replace(file.name, folder / _CONFIG)
 
 
 def _remove_interrupted(cache: Path) -> None:
