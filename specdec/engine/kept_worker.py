@@ -44,11 +44,14 @@ _KEPT_DTYPES = ("auto", "float32", "int8")
 _LINE_S = 5.0
 
 
-def load_kept_worker(request: LoadRequest, *, measures_threads: bool = False) -> Worker | None:
+def load_kept_worker(
+    request: LoadRequest, *, with_weights: bool = False, measures_threads: bool = False
+) -> Worker | None:
     """Load a model that was kept, or return None if it has to be loaded from its checkpoint.
 
     Args:
         request: what to load.
+        with_weights: return None also if the weights would be packed from another file.
         measures_threads: as `engine.loader.load_worker`.
 
     Raises:
@@ -64,6 +67,8 @@ def load_kept_worker(request: LoadRequest, *, measures_threads: bool = False) ->
         if path is None:
             return None
         kept = open_kept(path)
+        if with_weights and not kept.has_weights:
+            return None
     except (Unsupported, Unreadable):
         return None
     if request.num_threads is not None:

@@ -41,13 +41,7 @@ from specdec.observability.metrics_server import start_metrics_server
 from specdec.observability.series import served_name
 from specdec.rpc.health import Health
 from specdec.service import memory
-from specdec.service.lifecycle import (
-    Servicer,
-    require_addresses,
-    run_replica,
-    run_to_exit_code,
-    stop_on_signals,
-)
+from specdec.service.lifecycle import Servicer, require_addresses, run_replica, run_to_exit_code, stop_on_signals
 from specdec.service.model_grace import ModelGrace
 from specdec.service.rank_group import run_ranks
 from specdec.settings.addresses import guarded_address
@@ -357,4 +351,5 @@ def _read_back(request: LoadRequest, loaded: Worker) -> Worker:
     """
     from specdec.engine.kept_worker import load_kept_worker
 
-    return load_kept_worker(replace(request, self_check=False, note_loaded=lambda share: None)) or loaded
+    again = replace(request, self_check=False, note_loaded=lambda share: None)
+    return load_kept_worker(again, with_weights=True) or loaded
