@@ -42,10 +42,15 @@ def cpu_s_of(pid: int, programs: Sequence[str]) -> dict[str, float]:
     return used_s
 
 
-def pss_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants; a page that several processes share counts in parts."""
+def pss_bytes(pid: int, program: str = "") -> int:
+    """Return the memory of a process and its descendants; a page that several processes share counts in parts.
+
+    `program`: only processes with this in their command lines count.
+    """
     total = 0
     for member in (pid, *descendants(pid)):
+        if program not in _command(member):
+            continue
         with contextlib.suppress(OSError):  # it has ended meanwhile
             lines = (_PROC / str(member) / "smaps_rollup").read_text().splitlines()
             total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))

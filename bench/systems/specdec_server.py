@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.systems.process import Answer, AnswerClock, PeerServer, ServerFailure
@@ -15,7 +15,15 @@ _READY = "ready grpc="
 class SpecdecServer(PeerServer):
     """The whole system: a target, a coordinator and, where there is a draft model, a draft service."""
 
-    def __init__(self, name: str, target: Path, draft: Path | None, dtype: str, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        target: Path,
+        draft: Path | None,
+        dtype: str,
+        flags: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         """Describe the system; gamma and threads are what `specdec up` chooses by itself.
 
         Args:
@@ -24,10 +32,12 @@ class SpecdecServer(PeerServer):
             draft: Likewise; None serves the target alone.
             dtype: As `specdec up --dtype` takes it.
             flags: Further flags of `specdec up`.
+            environ: Variables set beside those of this process.
         """
         draft_flags = ["--draft", str(draft)] if draft else ["--replicas-draft", "0"]
         command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(target), *draft_flags]
-        super().__init__(name, [*command, "--listen", "127.0.0.1:0", "--device", "cpu", "--dtype", dtype, *flags])
+        command += ["--listen", "127.0.0.1:0", "--device", "cpu", "--dtype", dtype, *flags]
+        super().__init__(name, command, environ)
         self._mode = {} if draft else {"mode": "off"}
         self._sessions: list[str] = []
 

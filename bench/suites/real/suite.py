@@ -1,10 +1,10 @@
 """Suite `real`: SmolLM2-135M-Instruct on this CPU, one stream and eight, against Transformers and llama.cpp.
 
 The peers get the same GGUF file, or one made of the same weights (Q8_0, BF16, F16), the same threads and prompts, and
-the same number of greedy tokens; ours and llama.cpp keep the system prompt that all have in common. Ours runs
-target-only: no smaller model has its vocabulary, so neither specdec nor Transformers has a draft model; Transformers'
-prompt lookup needs none. llama.cpp's eight streams would need its server, which its Python package does not have (see
-the suite `peers`). Needs `make real`; llama.cpp is left out where `llama-cpp-python` is not installed.
+the same number of greedy tokens; ours and llama.cpp keep the system prompt that all have in common. Ours runs target-
+only: no smaller model has its vocabulary, so neither specdec nor Transformers has a draft model; Transformers' prompt
+lookup needs none. `files` compares GGUF files in specdec and in llama.cpp's server. Needs `make real`; llama.cpp is
+left out where `llama-cpp-python` is not installed.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from bench.harness.report import progress
 from bench.harness.rows import Origin, Row
 from bench.harness.streams import StreamProcess, StreamRequest, tokens_per_s
 from bench.harness.workload import NUM_THREADS, chat_prompts
+from bench.suites.real.files import file_rows
 from bench.systems.bare import BareProcess
 from bench.systems.gguf_writing import rewrite
 from bench.systems.llama_cpp import LlamaProcess, is_installed
@@ -86,11 +87,12 @@ def run(arguments: argparse.Namespace) -> list[Row]:
                 runs[LLAMA[kind]] = partial(llama.run, max_new_tokens=num_tokens)
         systems = {name: partial(_rate, run_stream, num_tokens) for name, run_stream in runs.items()}
         prompts = _prompt_token_ids(checkpoint)
-        return [
+        rows = [
             *_one_stream(systems, prompts, quick),
             *_steps(bf16.checkpoint, quick),
             *_eight_streams(stack.enter_context(StreamProcess(ours[OURS].endpoint)), peer, prompts, quick),
         ]
+    return rows + file_rows(partial(Row, suite=SUITE, origin=Origin(), quick=quick), quick=quick)
 
 
 def _prompt_token_ids(checkpoint: Path) -> list[list[int]]:
