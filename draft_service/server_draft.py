@@ -43,7 +43,7 @@ class ServerDraft(RemoteReplica[Proposal]):
                 pool=settings.pool,
                 replica_id=replica_id,
                 model=settings.model,
-                model_fingerprint=server.fingerprint,
+                model_fingerprint=server.model.fingerprint,
                 vocabulary_fingerprint=server.files.vocabulary_fingerprint,
                 vocabulary_size=server.files.vocabulary_size,
                 max_context_tokens=server.max_context_tokens,
@@ -55,7 +55,7 @@ class ServerDraft(RemoteReplica[Proposal]):
                 num_sessions=0,
                 draining=False,
                 dtype="engine",
-                device=f"server {server.connection.url}",
+                device=f"server {server.model.connection.url}",
                 shadow=settings.shadow == "on",
                 backend="server",
             )
@@ -112,10 +112,10 @@ class ServerDraft(RemoteReplica[Proposal]):
         )
 
     async def _wait_changed(self) -> None:
-        await self._server.connection.wait_changed()
+        await self._server.model.wait_changed()
 
     async def _close_engine(self) -> None:
-        await self._server.connection.close()
+        await self._server.model.connection.close()
 
 
 async def open_server_draft(

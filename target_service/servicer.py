@@ -45,7 +45,7 @@ class TargetServicer(ReplicaServicer, target_pb2_grpc.TargetServiceServicer):
         await self.serve(request_iterator, context)
 
     async def answer(self, item: target_pb2.VerifyRequest, outgoing: Outgoing) -> Answered:
-        request = codec.decode_verify_request(item, self._limits)
+        request = codec.decode_verify_request(item, self._limits, model=outgoing.model)
         self.open_turns.note_call(request.position.session_id, request.position.epoch)
         decoded_s = time.monotonic()
         run: _ServedRun | None = None

@@ -8,6 +8,7 @@ and `specdec.rpc` and `specdec.service` serve any implementation without an engi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,6 +23,17 @@ from specdec.contract.types import (
     Verification,
     VerifyRequest,
 )
+
+#: Largest number of adapters of one target.
+MAX_ADAPTERS = 64
+
+_ADAPTER_NAME = re.compile(r"[!-~]{1,128}")
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether a text can be the name of an adapter: 1 to 128 printable ASCII characters without spaces."""
+    return _ADAPTER_NAME.fullmatch(name) is not None
+
 
 #: Fields of `EngineInfo` that have another name in the proto and in the registry.
 WIRE_NAMES = MappingProxyType({"unix_socket": "lane"})
@@ -71,6 +83,20 @@ class EngineInfo:
     """Largest number of tokens that a target's run may be ahead of the committed ones; 0: it makes no runs."""
     supports_constraints: bool = False
     """True for a target that masks p by `SamplingFilters.constraint_id`. Older targets would ignore it."""
+    adapter_names: tuple[str, ...] = ()
+    """Adapters that a target passes to its engine's server, by the names under which requests select them."""
+    adapter_fingerprints: tuple[str, ...] = ()
+    """Fingerprints of the models that the adapters make of the base model, in the order of `adapter_names`."""
+
+    def serves(self, fingerprint: str) -> bool:
+        """Return whether this is the fingerprint of the replica's model, or of that model with an adapter."""
+        return fingerprint == self.model_fingerprint or fingerprint in self.adapter_fingerprints
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Names of the adapters by the fingerprints of the served models; "" is that of the base model."""
+        adapters = dict(zip(self.adapter_fingerprints, self.adapter_names, strict=False))
+        return {self.model_fingerprint: "", **adapters}
 
 
 @dataclass(frozen=True, slots=True)

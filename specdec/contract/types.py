@@ -279,6 +279,8 @@ class VerifyRequest:
     """Draft source of the target, in place of draft tokens; the answer then contains the draft."""
     run: RunLimit | None = None
     """Set in place of draft tokens: the target goes on by itself after the first step."""
+    model: str = ""
+    """Fingerprint of the base model with an adapter, if that shall answer; "": the base model."""
 
 
 @dataclass(slots=True)

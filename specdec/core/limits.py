@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from specdec.contract.engine_api import EngineInfo
+from specdec.contract.engine_api import MAX_ADAPTERS, EngineInfo, is_adapter_name
 from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import FILTER_RANGES, SamplingFilters, TokenIds
 
@@ -82,3 +82,17 @@ def check_description(info: EngineInfo) -> None:
         value, most = getattr(info, name), MAX_NAME_CHARACTERS
         if isinstance(value, str | tuple) and len(value) > most:
             raise ValueError(f"{name} has a length of {len(value)}; the limit is {most}")
+    _check_adapters(info)
+
+
+def _check_adapters(info: EngineInfo) -> None:
+    names, fingerprints = info.adapter_names, info.adapter_fingerprints
+    if len(names) != len(fingerprints) or len(names) > MAX_ADAPTERS:
+        raise ValueError(
+            f"{len(names)} adapter_names and {len(fingerprints)} adapter_fingerprints; they must be as many, and at "
+            f"most {MAX_ADAPTERS}"
+        )
+    if not all(map(is_adapter_name, names)) or len(set(names)) < len(names):
+        raise ValueError("adapter_names must be different texts of 1 to 128 printable ASCII characters without spaces")
+    if len({info.model_fingerprint, "", *fingerprints}) < len(fingerprints) + len({info.model_fingerprint, ""}):
+        raise ValueError("adapter_fingerprints must be different, none of them empty or that of the base model")

@@ -118,8 +118,8 @@ def encode_verify_request(request: VerifyRequest, call_id: int) -> target_pb2.Ve
     return message
 
 
-def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo) -> VerifyRequest:
-    """Read an item and check it against the replica's vocabulary, context and gamma.
+def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo, *, model: str = "") -> VerifyRequest:
+    """Read an item and check it against the replica's vocabulary, context and gamma; `model` is that of its stream.
 
     Raises:
         InvalidRequest: naming the field and its limit.
@@ -154,6 +154,7 @@ def decode_verify_request(message: target_pb2.VerifyRequest, limits: EngineInfo)
         num_logprobs,
         _decode_local(message),
         _decode_run(message, round_.committed_len),
+        "" if model == limits.model_fingerprint else model,
     )
 
 
@@ -194,5 +195,12 @@ def decode_engine_info(message: common_pb2.EngineInfo) -> EngineInfo:
     return EngineInfo(**{**values, **{name: tuple(values[name]) for name in _LIST_FIELDS}})
 
 
-_LIST_FIELDS = ("eos_token_ids", "local_drafts", "local_gammas", "unsupported_fields")
+_LIST_FIELDS = (
+    "eos_token_ids",
+    "local_drafts",
+    "local_gammas",
+    "unsupported_fields",
+    "adapter_names",
+    "adapter_fingerprints",
+)
 _ENGINE_INFO_FIELDS = {name: WIRE_NAMES.get(name, name) for name in EngineInfo.__dataclass_fields__}

@@ -59,15 +59,16 @@ class FrameServer:
         self._drain_watchers: set[Callable[[], None]] = set()
         self.draining = False
 
-    async def serve(self, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]]) -> None:
+    async def serve(self, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]], model: str = "") -> None:
         """Serve one stream until the caller half-closes it or the service drains, and every item is answered.
 
-        Cancelling this coroutine, as gRPC does when the peer is gone, cancels the items in flight.
+        Cancelling this coroutine, as gRPC does when the peer is gone, cancels the items in flight. `model` is the
+        fingerprint of the model that answers the stream.
 
         Raises:
             InvalidRequest: a frame of more than MAX_FRAME_ITEMS items.
         """
-        stream = _ServedStream(self, frames, write)
+        stream = _ServedStream(self, frames, write, model)
         self.watch_drain(stream.wake.set)
         try:
             await stream.run()
@@ -123,7 +124,7 @@ class _ServedStream:
     """One stream: a task that reads, a task per item, and `run`, which writes."""
 
     def __init__(
-        self, server: FrameServer, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]]
+        self, server: FrameServer, frames: AsyncIterator[Any], write: Callable[[Any], Awaitable[None]], model: str
     ) -> None:
         self._server = server
         self._frames = frames
@@ -132,7 +133,7 @@ class _ServedStream:
         self._room = asyncio.Semaphore(MAX_OPEN_ITEMS)
         self._half_closed = False
         self.wake = asyncio.Event()
-        self._outgoing = Outgoing(self.wake.set)
+        self._outgoing = Outgoing(self.wake.set, model)
 
     async def run(self) -> None:
         reader = asyncio.create_task(self._read())

@@ -1,9 +1,9 @@
 """The handshake of a stream: which model it is meant for, and which process answers it.
 
 Both sides state it once per stream, in gRPC metadata or in the first message on a Unix socket. A stream ends with its
-process, and a process serves one model, so the handshake holds for every call on the stream. The replica refuses a
-stream that is meant for another model before it reads a call; the link takes no answer from a replica that did not
-state the model that was meant.
+process, so the handshake holds for every call on the stream. A process serves one model, and the same model with each
+of its adapters. The replica refuses a stream that is meant for another one before it reads a call; the link takes no
+answer from a replica that did not state the model that was meant.
 """
 
 from __future__ import annotations
@@ -30,25 +30,29 @@ def meant_for(model: str) -> tuple[tuple[str, str], ...]:
     return ((MODEL_KEY, model),) if model else ()
 
 
-async def shake_hands_with_caller(context: Any, info: EngineInfo) -> None:
-    """Send the replica's metadata to a caller whose stream is meant for the replica's model or for any model.
+async def shake_hands_with_caller(context: Any, info: EngineInfo) -> str:
+    """Send the replica's metadata to a caller; return the fingerprint of the model that answers its stream.
 
     Raises:
         Unavailable: the stream is meant for another model.
     """
-    require_meant(_value(context.invocation_metadata(), MODEL_KEY), info)
-    await context.send_initial_metadata(
-        ((MODEL_KEY, info.model_fingerprint), (INCARNATION_KEY, info.incarnation))
-    )  # fmt: skip
+    model = require_meant(_value(context.invocation_metadata(), MODEL_KEY), info)
+    await context.send_initial_metadata(((MODEL_KEY, model), (INCARNATION_KEY, info.incarnation)))
+    return model
 
 
-def require_meant(model: str, info: EngineInfo) -> None:
-    """Raise Unavailable if a stream is meant for another model; an empty fingerprint accepts any model."""
+def require_meant(model: str, info: EngineInfo) -> str:
+    """Return the fingerprint of the model that answers a stream: the meant one, or the replica's own for "".
+
+    Raises:
+        Unavailable: the replica does not serve the model that is meant.
+    """
     meant = model[:_MAX_NAME_CHARACTERS]
-    if meant and meant != info.model_fingerprint:
+    if meant and not info.serves(meant):
         raise Unavailable(
             f"replica {info.replica_id} serves model {info.model_fingerprint}, the call is meant for model {meant}"
         )
+    return meant or info.model_fingerprint
 
 
 def check_answering(metadata: Metadata | None, model: str) -> str:

@@ -28,9 +28,11 @@ class FrameParts(NamedTuple):
 class Outgoing:
     """Unwritten replies and steps, and the runs of a stream. Use from one event loop."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` is called when there is something to write."""
+    def __init__(self, wake: Callable[[], None], model: str = "") -> None:
+        """`wake` is called when there is something to write; `model` is that of the stream."""
         self.wake = wake
+        self.model = model
+        """Fingerprint of the model that answers the stream's calls."""
         self.runs: dict[int, Renew] = {}
         """The open runs of the stream by call id."""
         self._steps: list[tuple[int, Any]] = []

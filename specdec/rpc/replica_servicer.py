@@ -123,8 +123,8 @@ class ReplicaServicer:
 
     async def serve(self, frames: AsyncIterator[Any], context: Any) -> None:
         """Serve one gRPC stream of frames. Raises Unavailable if the stream is meant for another model."""
-        await shake_hands_with_caller(context, self.info())
-        await self._frames.serve(frames, context.write)
+        model = await shake_hands_with_caller(context, self.info())
+        await self._frames.serve(frames, context.write, model)
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:  # noqa: N802
         if len(request.session_ids) > MAX_RELEASED_SESSIONS:

@@ -178,9 +178,9 @@ class UnixSocketConnection(asyncio.Protocol):
 
     def _shake_hands(self, lines: list[str]) -> None:
         info = self._server.info()
-        require_meant(lines[0], info)
+        self._outgoing.model = require_meant(lines[0], info)
         assert self._transport is not None
-        self._transport.write(handshake(info.model_fingerprint, info.incarnation))
+        self._transport.write(handshake(self._outgoing.model, info.incarnation))
         self._has_shaken_hands = True
         self._reader.max_frame_bytes = self._server.max_frame_bytes
 

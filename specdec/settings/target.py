@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from specdec.settings.adapter_specs import parse_adapters
 from specdec.settings.draft_specs import parse_local_drafts
 from specdec.settings.engine_servers import EngineServerSettings
 from specdec.settings.shared import DAY_S, Address, split_commas
@@ -17,6 +18,11 @@ def _checked(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
+def _checked_adapters(texts: tuple[str, ...]) -> tuple[str, ...]:
+    parse_adapters(texts)
+    return texts
+
+
 def _refuse_removed(backend: object) -> object:
     """Raise ValueError for a backend that was removed. The message says what replaces it."""
     if backend == "sglang":
@@ -24,7 +30,21 @@ def _refuse_removed(backend: object) -> object:
     return backend
 
 
+AdapterNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas), AfterValidator(_checked_adapters)]
+
 InTargetDraftSource = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas), AfterValidator(_checked)]
+
+
+#: Backends whose server chooses an adapter by the name of the model in a request.
+_ADAPTER_BACKENDS = ("server", "vllm")
+
+#: What serves a model with an adapter in place of the other backends.
+_WITHOUT_ADAPTERS = {
+    "own": "serve it in vLLM (--enable-lora --lora-modules NAME=PATH) and give --backend vllm, or merge it into the "
+    "checkpoint (merge_and_unload of PEFT) and name that as the model",
+    "llama-cpp": "start llama.cpp's server with --lora FILE.gguf, which applies it to every request, and give "
+    "--backend server without --adapter, or merge it into the file (llama-export-lora)",
+}
 
 
 class TargetSettings(EngineServerSettings):
@@ -40,6 +60,11 @@ class TargetSettings(EngineServerSettings):
     server that runs already. vllm asks a vLLM server for the top tokens of each position. server lets any OpenAI-style
     server that accepts and returns token ids, SGLang included, sample a token at each position. --model then names the
     checkpoint whose tokenizer the server uses."""
+
+    adapter: AdapterNames = ()
+    """NAME=PATH_OR_ID of an adapter of the server of --backend, such as a LoRA: requests select it by NAME as their
+    model, and the server lists it by its id or by the path that it was loaded from. Repeatable. Unset: every adapter
+    that the server lists, by its id, also one that is loaded later."""
 
     local_draft: InTargetDraftSource = ()
     """In-target draft: this replica drafts in the call in which it verifies. early-exit:N (its first N layers with its
@@ -72,6 +97,15 @@ class TargetSettings(EngineServerSettings):
     def _check_local_drafts(self) -> Self:
         if self.local_draft and self.tensor_parallel > 1:
             raise ValueError("--local-draft does not go with --tensor-parallel: ranks do not draft")
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        if self.adapter and self.backend not in _ADAPTER_BACKENDS:
+            raise ValueError(
+                f"--adapter {self.adapter[0]} does not go with --backend {self.backend}, which loads no adapters: "
+                + _WITHOUT_ADAPTERS[self.backend]
+            )
         return self
 
     @model_validator(mode="after")

@@ -61,7 +61,7 @@ FINISH_REASON_STOP_STRING: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "request_id", "prompt", "prompt_token_ids", "messages", "sampling", "speculation", "return_provenance", "resume_from", "expected_session_tokens", "priority", "constraint", "tools")
+    __slots__ = ("session_id", "request_id", "prompt", "prompt_token_ids", "messages", "sampling", "speculation", "return_provenance", "resume_from", "expected_session_tokens", "priority", "constraint", "tools", "adapter")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     request_id: str
     prompt: str
@@ -88,7 +89,8 @@ class GenerateRequest(_message.Message):
     priority: int
     constraint: _common_pb2.Constraint
     tools: Tools
-    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., return_provenance: bool = ..., resume_from: _Optional[int] = ..., expected_session_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ...) -> None: ...
+    adapter: str
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., return_provenance: bool = ..., resume_from: _Optional[int] = ..., expected_session_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Tools(_message.Message):
     __slots__ = ("definitions", "choice", "name", "parallel")
@@ -204,7 +206,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("session_id", "request_id", "num_prompt_tokens", "seed", "target_fingerprint", "target_changed", "constraint_warnings")
+    __slots__ = ("session_id", "request_id", "num_prompt_tokens", "seed", "target_fingerprint", "target_changed", "constraint_warnings", "adapter")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +214,7 @@ class Started(_message.Message):
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TARGET_CHANGED_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     request_id: str
     num_prompt_tokens: int
@@ -219,7 +222,8 @@ class Started(_message.Message):
     target_fingerprint: str
     target_changed: bool
     constraint_warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., target_changed: bool = ..., constraint_warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    adapter: str
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., target_changed: bool = ..., constraint_warnings: _Optional[_Iterable[str]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("index", "token_ids", "text", "details", "num_draft_tokens", "parts")
@@ -408,7 +412,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling", "admin_address", "target_models")
+    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling", "admin_address", "target_models", "adapters")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +424,7 @@ class GetInfoResponse(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODELS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     version: str
     target_model: str
     vocabulary_fingerprint: str
@@ -431,7 +436,26 @@ class GetInfoResponse(_message.Message):
     default_sampling: SamplingParams
     admin_address: str
     target_models: _containers.RepeatedCompositeFieldContainer[TargetModelInfo]
-    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., admin_address: _Optional[str] = ..., target_models: _Optional[_Iterable[_Union[TargetModelInfo, _Mapping]]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
+    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., admin_address: _Optional[str] = ..., target_models: _Optional[_Iterable[_Union[TargetModelInfo, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ...) -> None: ...
+
+class AdapterInfo(_message.Message):
+    __slots__ = ("name", "fingerprint", "model", "num_replicas", "share", "alpha", "gamma")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    model: str
+    num_replicas: int
+    share: float
+    alpha: float
+    gamma: float
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., num_replicas: _Optional[int] = ..., share: _Optional[float] = ..., alpha: _Optional[float] = ..., gamma: _Optional[float] = ...) -> None: ...
 
 class TargetModelInfo(_message.Message):
     __slots__ = ("fingerprint", "model", "num_replicas", "share")

@@ -97,6 +97,8 @@ class RowsRequest:
     """L + 1: distributions are wanted after the last L + 1 prefixes of `token_ids`, the shortest first."""
     num_logprobs: int | None = None
     """Number of top tokens wanted in `Distribution.top`; None: `top` is not needed."""
+    model: str = ""
+    """Fingerprint of the model with an adapter; "": the model itself."""
     masks: MasksInWork | None = None
     """Masks of a constrained request, one a row; None, too, for backends that follow no constraints."""
 
@@ -141,11 +143,17 @@ class Backend(Protocol):
 
     shape: BackendShape
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Names of the adapters that requests may select now, by the fingerprints of the models that they make."""
+        ...
+
     async def ask(self, rows_request: RowsRequest) -> Answer:
         """Return the distributions of a request for rows.
 
         Raises:
             Unavailable: the engine cannot be reached or does not answer.
+            NotFound: it does not have the request's adapter any more (MODEL_NOT_FOUND).
             Internal: the engine answered something else than its contract says.
         """
         ...

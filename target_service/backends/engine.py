@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Protocol, cast
 
 import numpy as np
 
 from specdec.contract.engine_api import EngineInfo
-from specdec.contract.errors import Internal, Unsupported
+from specdec.contract.errors import Internal, NotFound, Unsupported
 from specdec.contract.types import (
     BLOCK_TOKENS,
     DistributionRow,
@@ -34,6 +35,7 @@ from specdec.engine.remote.remote_replica import NUM_BLOCKS, RemoteJob, RemoteRe
 from specdec.engine.sessions.calls import Call, identity_of
 from specdec.engine.sessions.concurrent_rounds import ConcurrentRounds, OtherAnswers
 from specdec.observability.engine_metrics import EngineMetrics
+from specdec.settings.adapter_specs import parse_adapters
 from specdec.settings.target import TargetSettings
 from specdec.structured.known_constraints import KnownConstraints
 from specdec.structured.mask_threads import MaskRequest, MasksInWork, MaskThreads, SessionMatcher
@@ -119,6 +121,13 @@ class BackendTarget(RemoteReplica[Verification]):
         self._observer = observer
         self._answers = ConcurrentRounds()
 
+    def info(self) -> EngineInfo:
+        """Return the replica's description with its current load and adapters."""
+        adapters = self._backend.adapters
+        return replace(
+            super().info(), adapter_names=tuple(adapters.values()), adapter_fingerprints=tuple(adapters.keys())
+        )
+
     async def verify(
         self, request: VerifyRequest, on_step: Callable[[Verification], None] | None = None
     ) -> Verification:
@@ -128,6 +137,8 @@ class BackendTarget(RemoteReplica[Verification]):
                 f"a target with the backend {self._info.backend} cannot follow constraints", field="constraint"
             )
         num_draft_tokens = len(request.draft_token_ids)
+        if request.model and request.model not in self._backend.adapters:
+            raise NotFound("the engine does not have this adapter any more", reason="MODEL_NOT_FOUND", field="adapter")
         call = Call(
             request,
             identity_of(request),
@@ -167,7 +178,9 @@ class BackendTarget(RemoteReplica[Verification]):
         token_ids = job.sequence.token_ids.copy()
         masks = self._begin_masks(job, request.position, token_ids)
         answer = await self._backend.ask(
-            RowsRequest(request.position, token_ids, job.call.num_logit_rows, request.num_logprobs, masks)
+            RowsRequest(
+                request.position, token_ids, job.call.num_logit_rows, request.num_logprobs, request.model, masks
+            )
         )
         return self._verification(job, request, answer, time.monotonic() - began_s)
 
@@ -283,7 +296,8 @@ async def open_backend_target(
     if settings.backend == "llama-cpp":
         backend = _open_llama(settings)
     else:
-        backend = await open_remote(settings, environ, _OPEN[settings.backend])
+        adapters = parse_adapters(settings.adapter)
+        backend = await open_remote(settings, environ, partial(_OPEN[settings.backend], adapters=adapters))
     return BackendTarget(
         backend,
         replica_id=replica_id,

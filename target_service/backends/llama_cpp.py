@@ -127,6 +127,11 @@ class LlamaBackend:
         """Let the sequences of sessions be taken first, from the next batch on."""
         self._forgotten += session_ids
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Return none: settings with an adapter are refused."""
+        return {}
+
     async def wait_changed(self) -> None:
         """Return never: the model is in this process."""
         await asyncio.Event().wait()

@@ -17,10 +17,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 
-from specdec.engine.remote.completions import CompletionServer, open_completions, sampling_options
+from specdec.engine.remote.completions import (
+    CompletionServer,
+    greedy_completion,
+    open_completions,
+    sampling_options,
+)
 from specdec.engine.remote.http_connection import Connection
+from specdec.engine.remote.pinned_model import PinnedModel
 from specdec.engine.remote.remote_model import NUM_PROBED_TOKENS
+from specdec.settings.adapter_specs import AdapterSpec
+from target_service.backends.adapters import Adapters, Served, open_adapters
 from target_service.backends.contract import PENALTIES, Answer, BackendShape, RowsRequest, sampled
 
 _log = logging.getLogger(__name__)
@@ -35,52 +44,71 @@ _MAX_TEMPERATURE = 2.0
 class ServerBackend:
     """Implements `contract.Backend` with sampled tokens."""
 
-    def __init__(self, server: CompletionServer, ignored: Sequence[str]) -> None:
+    def __init__(self, server: CompletionServer, ignored: Sequence[str], adapters: Adapters) -> None:
         """`ignored` names fields of requests that the server does not apply."""
         self._server = server
+        self._adapters = adapters
         self.shape = BackendShape(
             backend="server",
-            engine=f"server {server.connection.url}",
+            engine=f"server {server.model.connection.url}",
             vocabulary_size=server.files.vocabulary_size,
             vocabulary_fingerprint=server.files.vocabulary_fingerprint,
-            model_fingerprint=server.fingerprint,
+            model_fingerprint=server.model.fingerprint,
             max_context_tokens=server.max_context_tokens,
             eos_token_ids=server.files.eos_token_ids,
             unsupported_fields=(*PENALTIES, "sampling.logprobs", *ignored),
         )
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Names of the server's adapters by fingerprint."""
+        return self._adapters.names
+
     async def ask(self, rows_request: RowsRequest) -> Answer:
         """Let the server sample a token at each position; see `Backend.ask`."""
+        with self._adapters.asking(rows_request.model) as model:
+            return Answer([sampled(token_ids[0]) for token_ids in await self._sample(rows_request, model)])
+
+    async def _sample(self, rows_request: RowsRequest, model: PinnedModel) -> list[list[int]]:
         prompts = [prefix.tolist() for prefix in rows_request.prefixes]
         options = [
             sampling_options(rows_request.filters, masks_end=rows_request.masks_end(row)) for row in range(len(prompts))
         ]
         if rows_request.filters.is_greedy and options[0] == options[-1]:
-            answers = await self._server.complete(prompts, options[0])
-        else:
-            calls = [
-                self._server.complete([prompt], {**option, "seed": rows_request.seed_at(row)})
-                for row, (prompt, option) in enumerate(zip(prompts, options, strict=True))
-            ]
-            answers = [answer for completed in await asyncio.gather(*calls) for answer in completed]
-        return Answer([sampled(token_ids[0]) for token_ids in answers])
+            return await self._server.complete(prompts, options[0], model=model)
+        calls = [
+            self._server.complete([prompt], {**option, "seed": rows_request.seed_at(row)}, model=model)
+            for row, (prompt, option) in enumerate(zip(prompts, options, strict=True))
+        ]
+        return [answer for completed in await asyncio.gather(*calls) for answer in completed]
 
     def forget(self, session_ids: Sequence[str]) -> None:
         """Do nothing: the server finds cached prefixes by itself."""
 
     async def wait_changed(self) -> None:
         """Raise Internal once the server serves another model."""
-        await self._server.connection.wait_changed()
+        await self._server.model.wait_changed()
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
-        await self._server.connection.close()
+        await self._adapters.close()
+        await self._server.model.connection.close()
 
 
 async def open_server(
-    connection: Connection, *, model: str, served_name: str, max_context_tokens: int | None
+    connection: Connection,
+    *,
+    model: str,
+    served_name: str,
+    max_context_tokens: int | None,
+    adapters: Sequence[AdapterSpec] = (),
 ) -> ServerBackend:
-    """Check a server and return its backend; arguments and errors as `open_completions`."""
+    """Check a server and return its backend.
+
+    Args:
+        connection, model, served_name, max_context_tokens: as for `open_completions`, whose errors are raised too.
+        adapters: those to serve; empty for all that the server lists.
+    """
     server = await open_completions(
         connection, model=model, served_name=served_name, max_context_tokens=max_context_tokens
     )
@@ -88,7 +116,8 @@ async def open_server(
     if not await _heeds_seeds(server):
         _log.warning("%s ignores seeds: sampled requests with a seed are refused", connection.url)
         ignored.append("sampling.seed")
-    return ServerBackend(server, ignored)
+    base = Served(server.model, server.files, model, partial(partial, greedy_completion, connection))
+    return ServerBackend(server, ignored, await open_adapters(base, adapters))
 
 
 async def _heeds_seeds(server: CompletionServer) -> bool:

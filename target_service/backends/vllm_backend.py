@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from specdec.contract.errors import Internal
@@ -30,12 +31,10 @@ from specdec.engine.remote.completions import (
     unsuited,
 )
 from specdec.engine.remote.http_connection import Connection, Refused
-from specdec.engine.remote.remote_model import (
-    NUM_PROBED_TOKENS,
-    fingerprint_of,
-    read_model_files,
-    require_token_ids,
-)
+from specdec.engine.remote.pinned_model import PinnedModel, pin
+from specdec.engine.remote.remote_model import fingerprint_of, read_model_files, require_token_ids
+from specdec.settings.adapter_specs import AdapterSpec
+from target_service.backends.adapters import Adapters, Served, open_adapters
 from target_service.backends.contract import (
     PENALTIES,
     Answer,
@@ -54,6 +53,7 @@ from target_service.backends.vllm_server import (
     choice_of,
     find_max_logprobs,
     generate_body,
+    greedy_tokens,
     has_row_of,
     require_endpoint,
     top_of_output,
@@ -74,12 +74,17 @@ class VllmBackend:
     server states, or the bounds do not decide, the server samples the token.
     """
 
-    def __init__(self, connection: Connection, model: str, shape: BackendShape, max_logprobs: int) -> None:
+    def __init__(self, base: PinnedModel, adapters: Adapters, shape: BackendShape, max_logprobs: int) -> None:
         """`max_logprobs` is the largest number of top tokens that the server states."""
         self.shape = shape
-        self._connection = connection
-        self._model = model
+        self._base = base
+        self._adapters = adapters
         self._max_logprobs = max_logprobs
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Names of the server's adapters by fingerprint."""
+        return self._adapters.names
 
     async def ask(self, rows_request: RowsRequest) -> Answer:
         """Return the distributions of a request for rows; see `Backend.ask`."""
@@ -113,11 +118,12 @@ class VllmBackend:
 
     async def wait_changed(self) -> None:
         """Raise Internal once the server serves another model."""
-        await self._connection.wait_changed()
+        await self._base.wait_changed()
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
-        await self._connection.close()
+        await self._adapters.close()
+        await self._base.connection.close()
 
     def _distribution(self, rows_request: RowsRequest, row: int, top: TopTokens) -> Distribution | None:
         masked = rows_request.filters.end_token_ids if rows_request.masks_end(row) else ()
@@ -175,11 +181,22 @@ class VllmBackend:
             raise _refused(refusal) from refusal
 
     async def _send(self, rows_request: RowsRequest, token_ids: TokenIds, options: Mapping[str, Any]) -> Any:
-        tenant = rows_request.position.tenant
-        body = generate_body(self._model, token_ids.tolist(), options)
-        if tenant != DEFAULT_TENANT:  # a tenant must not find another one's text in the prefix cache
-            body["cache_salt"] = f"specdec tenant {tenant}"
-        return await self._connection.ask_pinned(GENERATE, body)
+        body = generate_body(token_ids.tolist(), options)
+        if salt := _cache_salt(rows_request):
+            body["cache_salt"] = salt
+        with self._adapters.asking(rows_request.model) as model:
+            return await model.ask(GENERATE, body)
+
+
+def _cache_salt(rows_request: RowsRequest) -> str:
+    """Return what keeps a request's prefixes apart in vLLM's cache; "" for those of the default tenant's base model.
+
+    A tenant must not find another one's text there. An adapter must not find the KV of one that had its name before.
+    """
+    tenant, adapter = rows_request.position.tenant, rows_request.model
+    parts = [f"tenant {tenant}"] if tenant != DEFAULT_TENANT else []
+    parts += [f"adapter {adapter}"] if adapter else []
+    return " ".join(["specdec", *parts]) if parts else ""
 
 
 def _refused(refusal: Refused) -> Internal:
@@ -187,7 +204,12 @@ def _refused(refusal: Refused) -> Internal:
 
 
 async def open_vllm(
-    connection: Connection, *, model: str, served_name: str, max_context_tokens: int | None
+    connection: Connection,
+    *,
+    model: str,
+    served_name: str,
+    max_context_tokens: int | None,
+    adapters: Sequence[AdapterSpec] = (),
 ) -> VllmBackend:
     """Check a vLLM server and return its backend. The arguments and errors are those of `open_server`."""
     files = read_model_files(model)
@@ -195,10 +217,7 @@ async def open_vllm(
     name = str(listed["id"])
     version = await require_endpoint(connection, name)
 
-    async def continue_greedily(prompt: Sequence[int]) -> Sequence[int]:
-        options = {"max_tokens": NUM_PROBED_TOKENS, "temperature": 0.0, "ignore_eos": True}
-        return list(choice_of(await connection.ask(GENERATE, generate_body(name, prompt, options)))["token_ids"])
-
+    continue_greedily = partial(greedy_tokens, connection, name)
     require_token_ids(await continue_greedily([0]), files, connection.url)
     try:
         await require_tokenizer_of(connection, model, name, files.vocabulary_size)
@@ -207,14 +226,16 @@ async def open_vllm(
     max_logprobs = min(await find_max_logprobs(connection, name), files.vocabulary_size)
     await check_cache(connection, name, files.vocabulary_size)
     await check_distributions(connection, name, files.vocabulary_size)
+    base = await pin(connection, name, lambda: fingerprint_of(files, name, continue_greedily))
     shape = BackendShape(
         backend="vllm",
         engine=f"vLLM {version} {connection.url}",
         vocabulary_size=files.vocabulary_size,
         vocabulary_fingerprint=files.vocabulary_fingerprint,
-        model_fingerprint=await connection.pin(lambda: fingerprint_of(files, name, continue_greedily)),
+        model_fingerprint=base.fingerprint,
         max_context_tokens=context_tokens(files, listed, max_context_tokens),
         eos_token_ids=files.eos_token_ids,
         unsupported_fields=PENALTIES if max_logprobs >= _MAX_LOGPROBS else (*PENALTIES, "sampling.logprobs"),
     )
-    return VllmBackend(connection, name, shape, max_logprobs)
+    served = Served(base, files, model, partial(partial, greedy_tokens, connection))
+    return VllmBackend(base, await open_adapters(served, adapters), shape, max_logprobs)

@@ -14,6 +14,7 @@ import numpy as np
 from specdec.contract.errors import Internal
 from specdec.engine.remote.completions import unsuited
 from specdec.engine.remote.http_connection import Connection, Refused
+from specdec.engine.remote.remote_model import NUM_PROBED_TOKENS
 from target_service.backends.contract import TopTokens
 
 GENERATE = "/inference/v1/generate"
@@ -22,10 +23,21 @@ GENERATE = "/inference/v1/generate"
 FLAGS = "start vLLM with --enable-scale-out --enable-prompt-tokens-details"
 
 
-def generate_body(model: str, token_ids: Sequence[int], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a request that generates one token, unless `options` say otherwise."""
+def generate_body(token_ids: Sequence[int], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body, but for the model, of a request that generates one token, unless `options` say otherwise."""
     params = {"max_tokens": 1, "detokenize": False, "skip_reading_prefix_cache": False, **options}
-    return {"model": model, "token_ids": list(token_ids), "sampling_params": params}
+    return {"token_ids": list(token_ids), "sampling_params": params}
+
+
+async def generate(connection: Connection, name: str, token_ids: Sequence[int], options: Mapping[str, Any]) -> Any:
+    """Return the server's answer to a request to the model of a name. Raises as `Connection.ask`."""
+    return await connection.ask(GENERATE, {"model": name, **generate_body(token_ids, options)})
+
+
+async def greedy_tokens(connection: Connection, name: str, prompt: Sequence[int]) -> Sequence[int]:
+    """Return the greedy tokens of a model after a prompt (`remote_model.Continue`). Raises as `Connection.ask`."""
+    options = {"max_tokens": NUM_PROBED_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    return list(choice_of(await generate(connection, name, prompt, options))["token_ids"])
 
 
 def cached_tokens(answer: Any) -> int:
@@ -103,7 +115,7 @@ async def require_endpoint(connection: Connection, name: str) -> str:
     """
     try:
         version = str((await connection.ask("/version"))["version"])
-        await connection.ask(GENERATE, generate_body(name, [0], {}))
+        await generate(connection, name, [0], {})
         metrics = await connection.ask_text("/metrics")
     except (Refused, Internal, KeyError, TypeError) as error:
         raise unsuited(connection, f"has no {GENERATE}: {FLAGS}, version 0.32 or newer") from error
@@ -117,7 +129,7 @@ async def find_max_logprobs(connection: Connection, name: str) -> int:
     largest = 0
     for num in _NUMS_LOGPROBS:
         try:
-            await connection.ask(GENERATE, generate_body(name, [0], {"logprobs": num}))
+            await generate(connection, name, [0], {"logprobs": num})
         except Refused:
             break
         largest = num
@@ -132,7 +144,7 @@ async def check_cache(connection: Connection, name: str, vocabulary_size: int) -
     for num_tokens in _CACHED_PROMPTS_TOKENS:
         prompt = _prompt(num_tokens, vocabulary_size)
         try:
-            answers = [await connection.ask(GENERATE, generate_body(name, prompt, {})) for _ in range(2)]
+            answers = [await generate(connection, name, prompt, {}) for _ in range(2)]
             if cached_tokens(answers[-1]):
                 return
         except Internal as error:
@@ -151,11 +163,9 @@ async def check_distributions(connection: Connection, name: str, vocabulary_size
     """Require that the two ways of asking for a position agree, and that they state raw probabilities."""
     prompt, options = _prompt(24, vocabulary_size), {"logprobs": 1, "prompt_logprobs": 1, "temperature": 0.0}
     try:
-        whole = await connection.ask(
-            GENERATE, generate_body(name, prompt, {**options, "skip_reading_prefix_cache": True})
-        )
+        whole = await generate(connection, name, prompt, {**options, "skip_reading_prefix_cache": True})
         for at in (8, 16, 23):
-            part = await connection.ask(GENERATE, generate_body(name, prompt[:at], {"logprobs": 1, "temperature": 0.0}))
+            part = await generate(connection, name, prompt[:at], {"logprobs": 1, "temperature": 0.0})
             alone, beside = top_of_output(part, 1), top_of_prompt_row(whole, at, 1)
             is_equal = np.abs(alone.logits - beside.logits).max() <= _MAX_DIFFERENCE
             if not is_equal:

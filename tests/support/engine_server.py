@@ -50,6 +50,14 @@ class EngineOptions:
     """Text of every completion."""
     owner: str = "vllm"
     max_model_len: int = 512
+    adapters: dict[str, TableWorker] = field(default_factory=dict)
+    """Adapters by name, each as the model that it makes of the base model. They may change while the server runs."""
+    roots: dict[str, str] = field(default_factory=dict)
+    """Paths of adapters that were not loaded from /adapters/NAME."""
+    names_join: bool = False
+    """An adapter is selected as in SGLang, by MODEL:NAME, and any other name is the model itself."""
+    checks_names: bool = True
+    """False: any name that is none is the model itself, as with VLLM_SKIP_MODEL_NAME_VALIDATION."""
 
 
 @dataclass
@@ -133,7 +141,19 @@ class EngineServer:
     async def _models(self) -> Any:
         options = self.options
         model = {"id": options.name, "owned_by": options.owner, "max_model_len": options.max_model_len}
-        return {"object": "list", "data": [model]}
+        adapters = [
+            {"id": name, "parent": options.name, "root": options.roots.get(name, f"/adapters/{name}")}
+            for name in options.adapters
+        ]
+        return {"object": "list", "data": [model, *adapters]}
+
+    def _worker_of(self, name: str) -> TableWorker | None:
+        """Return the model that answers a request for a name; None if it is refused."""
+        options = self.options
+        if options.names_join:
+            _, is_joined, adapter = name.partition(":")
+            return options.adapters.get(adapter) if is_joined else self.worker
+        return options.adapters.get(name) or (self.worker if name == options.name or not options.checks_names else None)
 
     async def _metrics(self) -> Any:
         text = "vllm:spec_decode_num_drafts_total 0\n" if self.options.speculates else "vllm:num_requests_running 0\n"
@@ -142,13 +162,14 @@ class EngineServer:
     async def _completions(self, request: Request) -> Any:
         body = await request.json()
         self.asked.completions.append(body)
-        if body["model"] != self.options.name:
+        worker = self._worker_of(body["model"])
+        if worker is None:
             return _refusal("The model does not exist", 404)
         if body["temperature"] > _MAX_TEMPERATURE:
             return _refusal(f"temperature must be in [0, 2], got {body['temperature']}", 400)
         choices = []
         for index, prompt in enumerate(body["prompt"]):
-            token_ids = self._continue(prompt, body)
+            token_ids = self._continue(worker, prompt, body)
             choices.append(
                 {"index": index, "text": self.options.text, "token_ids": token_ids, "finish_reason": "length"}
             )
@@ -159,7 +180,8 @@ class EngineServer:
     async def _generate(self, request: Request) -> Any:
         body = await request.json()
         self.asked.generations.append(body)
-        if body["model"] != self.options.name:
+        worker = self._worker_of(body["model"])
+        if worker is None:
             return _refusal("The model does not exist", 404)
         params, prompt = body["sampling_params"], body["token_ids"]
         for name in ("logprobs", "prompt_logprobs"):
@@ -167,16 +189,16 @@ class EngineServer:
                 return _refusal(f"Requested {name} of {params[name]}, max allowed: {self.options.max_logprobs}", 400)
         if len(prompt) >= self.options.max_model_len:
             return _refusal("The prompt is longer than the maximum model length", 400)
-        num_cached = self._take_cached(body.get("cache_salt", ""), prompt)
+        num_cached = self._take_cached(f"{body['model']} {body.get('cache_salt', '')}", prompt)
         num_cached = 0 if params.get("skip_reading_prefix_cache") else num_cached
-        token_ids = self._continue(prompt, params)
+        token_ids = self._continue(worker, prompt, params)
         choice: dict[str, Any] = {"index": 0, "token_ids": token_ids, "logprobs": None}
         if params.get("logprobs") is not None:
-            choice["logprobs"] = {"content": [self._output_row(prompt, token_ids[0], params["logprobs"])]}
+            choice["logprobs"] = {"content": [self._output_row(worker, prompt, token_ids[0], params["logprobs"])]}
         usage: dict[str, Any] = {"prompt_tokens": len(prompt), "prompt_tokens_details": None}
         if self.options.reports_cached_tokens:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
-        rows = self._prompt_rows(prompt, num_cached, params.get("prompt_logprobs"))
+        rows = self._prompt_rows(worker, prompt, num_cached, params.get("prompt_logprobs"))
         if rows is not None and num_cached and self.options.has_nan_in_memory:
             return _refusal("Out of range float values are not JSON compliant", 400)
         return {"choices": [choice], "usage": usage, "prompt_logprobs": rows}
@@ -190,39 +212,43 @@ class EngineServer:
         self._cached.update((salt, tuple(prompt[:end])) for end in ends)
         return max(known, default=0)
 
-    def _continue(self, prompt: Sequence[int], params: dict[str, Any]) -> list[int]:
+    def _continue(self, worker: TableWorker, prompt: Sequence[int], params: dict[str, Any]) -> list[int]:
         params = {name: value for name, value in params.items() if name not in self.options.ignored}
         tokens = list(prompt)
         generator = np.random.default_rng(params.get("seed"))
         for _ in range(params.get("max_tokens", 1)):
-            distribution = filtered_distribution(self._logits(tokens, params), _filters(params), tokens, len(prompt))
+            distribution = filtered_distribution(
+                self._logits(worker, tokens, params), _filters(params), tokens, len(prompt)
+            )
             tokens.append(int(generator.choice(len(distribution), p=distribution)))
         return tokens[len(prompt) :]
 
-    def _logits(self, tokens: Sequence[int], params: dict[str, Any]) -> np.ndarray:
-        logits = self.worker.logits_after(tokens).astype(np.float64)
+    def _logits(self, worker: TableWorker, tokens: Sequence[int], params: dict[str, Any]) -> np.ndarray:
+        logits = worker.logits_after(tokens).astype(np.float64)
         if params.get("min_tokens"):
-            logits[[*self.worker.shape.eos_token_ids, *params.get("stop_token_ids", ())]] = -np.inf
+            logits[[*worker.shape.eos_token_ids, *params.get("stop_token_ids", ())]] = -np.inf
         return logits
 
-    def _logprobs(self, prefix: Sequence[int]) -> np.ndarray:
-        logits = self.worker.logits_after(prefix).astype(np.float64)
+    def _logprobs(self, worker: TableWorker, prefix: Sequence[int]) -> np.ndarray:
+        logits = worker.logits_after(prefix).astype(np.float64)
         return np.asarray(logits - np.log(np.exp(logits).sum()))
 
-    def _output_row(self, prompt: Sequence[int], token_id: int, num_top: int) -> dict[str, Any]:
-        logprobs = self._logprobs(prompt)
+    def _output_row(self, worker: TableWorker, prompt: Sequence[int], token_id: int, num_top: int) -> dict[str, Any]:
+        logprobs = self._logprobs(worker, prompt)
         top = np.argsort(-logprobs, kind="stable")[:num_top].tolist()
         entries = [{"token_id": each, "logprob": float(logprobs[each])} for each in [token_id, *top]]
         return {**entries[0], "top_logprobs": entries if token_id not in top else entries[1:]}
 
-    def _prompt_rows(self, prompt: Sequence[int], num_cached: int, num_top: int | None) -> list[Any] | None:
+    def _prompt_rows(
+        self, worker: TableWorker, prompt: Sequence[int], num_cached: int, num_top: int | None
+    ) -> list[Any] | None:
         """Return a row for each token of the prompt; those of cached positions are an earlier request's."""
         if num_top is None:
             return None
         rows: list[Any] = [None]
         for at in range(1, len(prompt)):
             if at > num_cached:
-                logprobs = self._logprobs(prompt[:at])
+                logprobs = self._logprobs(worker, prompt[:at])
                 order = np.argsort(-logprobs, kind="stable").tolist()
                 shown = sorted({*order[:num_top], prompt[at]}, key=lambda each: each != prompt[at])
                 self._stale_rows[at] = {

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specdec.contract.errors import Internal, InvalidSetting, SpecdecError
 from specdec.contract.types import SamplingFilters
 from specdec.engine.remote.http_connection import Connection, Refused
+from specdec.engine.remote.pinned_model import PinnedModel, pin
 from specdec.engine.remote.remote_model import (
     NUM_PROBED_TOKENS,
     ModelFiles,
@@ -32,15 +34,17 @@ _NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_
 class CompletionServer:
     """A server that completes prompts of token ids with one model."""
 
-    connection: Connection
-    model: str
-    """Name by which the server knows the model."""
+    model: PinnedModel
     files: ModelFiles
-    fingerprint: str
     max_context_tokens: int
 
     async def complete(
-        self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any], max_tokens: int = 1
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: Mapping[str, Any],
+        max_tokens: int = 1,
+        *,
+        model: PinnedModel | None = None,
     ) -> list[list[int]]:
         """Return the completion of each prompt.
 
@@ -48,16 +52,15 @@ class CompletionServer:
             prompts: token ids.
             options: see `sampling_options`; `seed` as well.
             max_tokens: length of each completion, unless an end token ends it.
+            model: the model with an adapter; None: the model itself.
 
         Raises:
             Unavailable: the server cannot be reached or does not answer.
             Internal: it refuses the request, answers without token ids, or serves another model now.
         """
-        body = {"model": self.model, "prompt": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+        body = {"prompt": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "return_token_ids": True}
         try:
-            answer = await self.connection.ask_pinned(
-                _COMPLETIONS, body | {"return_token_ids": True, **_NO_PENALTIES, **options}
-            )
+            answer = await (model or self.model).ask(_COMPLETIONS, {**body, **_NO_PENALTIES, **options})
         except Refused as refusal:
             raise Internal(f"the engine refused a completion with status {refusal.status}") from refusal
         return completed_ids(answer, len(prompts))
@@ -82,24 +85,25 @@ async def open_completions(
     listed = await listed_model(connection, served_name)
     name = str(listed["id"])
 
-    async def continue_greedily(prompt: Sequence[int]) -> Sequence[int]:
-        body = {"model": name, "prompt": [list(prompt)], "max_tokens": NUM_PROBED_TOKENS, "temperature": 0}
-        answer = await connection.ask(
-            _COMPLETIONS, {**body, **_NO_PENALTIES, "return_token_ids": True, "ignore_eos": True}
-        )
-        return completed_ids(answer, 1)[0]
-
+    continue_greedily = partial(greedy_completion, connection, name)
     try:
         for token_id in (0, files.vocabulary_size - 1):
             require_token_ids(await continue_greedily([token_id]), files, connection.url)
-        fingerprint = await connection.pin(lambda: fingerprint_of(files, name, continue_greedily))
+        pinned = await pin(connection, name, lambda: fingerprint_of(files, name, continue_greedily))
         await require_tokenizer_of(connection, model, name, files.vocabulary_size)
     except Refused as refusal:
         raise unsuited(connection, f"refuses completions of token ids: {refusal.message}") from refusal
     except Internal as error:
         raise unsuited(connection, error.message) from error
     limit = context_tokens(files, listed, max_context_tokens)
-    return CompletionServer(connection, name, files, fingerprint, limit)
+    return CompletionServer(pinned, files, limit)
+
+
+async def greedy_completion(connection: Connection, name: str, prompt: Sequence[int]) -> Sequence[int]:
+    """Return the greedy tokens of a model after a prompt (`remote_model.Continue`). Raises as `Connection.ask`."""
+    body = {"model": name, "prompt": [list(prompt)], "max_tokens": NUM_PROBED_TOKENS, "temperature": 0}
+    answer = await connection.ask(_COMPLETIONS, {**body, **_NO_PENALTIES, "return_token_ids": True, "ignore_eos": True})
+    return completed_ids(answer, 1)[0]
 
 
 async def require_tokenizer_of(connection: Connection, model: str, name: str, vocabulary_size: int) -> None:
@@ -119,15 +123,38 @@ async def require_tokenizer_of(connection: Connection, model: str, name: str, vo
 
 
 async def listed_model(connection: Connection, served_name: str) -> Mapping[str, Any]:
-    """Return a server's description of the named model, or of the first one for "".
+    """Return a server's description of the named model, or for "" of the first one that is no adapter.
 
     Raises:
-        InvalidSetting: the server lists no model, or not this one, or refuses the key.
+        InvalidSetting: the server lists no model, or not this one.
+        InvalidSetting, Unavailable: as `listed_models`.
+    """
+    listed = await listed_models(connection)
+    names = [str(model["id"]) for model in listed]
+    if not names or (served_name and served_name not in names):
+        raise InvalidSetting(
+            f"backend_model: {connection.url} serves {', '.join(names) or 'no model'}, not {served_name!r}",
+            field="backend_model",
+        )
+    first = next((model for model in listed if not model.get("parent")), listed[0])
+    found: Mapping[str, Any] = listed[names.index(served_name)] if served_name else first
+    if found.get("owned_by") == "specdec":
+        raise unsuited(connection, "is a gateway of specdec; name the server of the engine")
+    return found
+
+
+async def listed_models(connection: Connection) -> list[Mapping[str, Any]]:
+    """Return a server's descriptions of its models and adapters; each has an "id".
+
+    Raises:
+        InvalidSetting: the server does not list models, or refuses the key.
         Unavailable: the server cannot be reached.
     """
     try:
-        listed = (await connection.ask("/v1/models"))["data"]
-        names = [str(model["id"]) for model in listed]
+        listed: list[Mapping[str, Any]] = (await connection.ask("/v1/models"))["data"]
+        if not all(isinstance(model["id"], str) for model in listed):
+            raise TypeError("the id of a model is no text")
+        return listed
     except Refused as refusal:
         if refusal.status in (401, 403):
             raise InvalidSetting(
@@ -136,15 +163,6 @@ async def listed_model(connection: Connection, served_name: str) -> Mapping[str,
         raise unsuited(connection, f"lists no models: {refusal.message}") from refusal
     except (Internal, KeyError, TypeError) as error:
         raise unsuited(connection, "lists no models at /v1/models; is it an OpenAI-style server?") from error
-    if not names or (served_name and served_name not in names):
-        raise InvalidSetting(
-            f"backend_model: {connection.url} serves {', '.join(names) or 'no model'}, not {served_name!r}",
-            field="backend_model",
-        )
-    found: Mapping[str, Any] = listed[names.index(served_name)] if served_name else listed[0]
-    if found.get("owned_by") == "specdec":
-        raise unsuited(connection, "is a gateway of specdec; name the server of the engine")
-    return found
 
 
 def unsuited(connection: Connection, problem: str) -> SpecdecError:

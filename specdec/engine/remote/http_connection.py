@@ -1,12 +1,6 @@
-"""HTTP connections to the engine's server of a replica's settings, which must serve one model as long as the replica
-lives.
+"""HTTP connections to the engine's server that a replica's settings name.
 
-A server that restarts may serve another model afterwards. It breaks its connections when it ends, so every answer of
-the next process arrives over a new connection. The first answer over each connection is therefore kept back until the
-server has identified its model again (`Identify`), by an identification that began after the answer had come. A load
-balancer between the two would hide a restart.
-
-Called by the targets and drafts whose engine is reached over HTTP.
+Called by the targets and drafts whose engine is reached over HTTP; `pinned_model` sees to it that one model answers.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import httpx2
 
@@ -26,28 +20,17 @@ from specdec.access.watched_files import read_credentials
 from specdec.contract.errors import Internal, InvalidSetting, Unavailable
 from specdec.settings.engine_servers import EngineServerSettings
 
-#: Attempts to identify a model that seems to have changed: a busy engine may round another way once.
-_NUM_ATTEMPTS = 3
-
 #: Length of a server's error message in ours.
 _MAX_MESSAGE_CHARACTERS = 300
 
 #: Attempts to send a request over connections that the server closes meanwhile.
 _NUM_SENDINGS = 3
 
-#: Statuses that say nothing about the request: another replica, or a later call, may get an answer.
-_TRANSIENT = (401, 403, 408, 425, 429)
-
-_NOT_FOUND = 404
-
 #: Longest answer that is read. The rows of a long prompt take a few megabytes.
 _MAX_ANSWER_BYTES = 64 << 20
 
 #: Connections that are kept open, and time after which an idle one is closed.
 _NUM_KEPT, _IDLE_S = 256, 300.0
-
-Identify = Callable[[], Awaitable[str]]
-"""Returns a fingerprint of the model that the server serves now, by calls of `Connection.ask`."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,26 +70,8 @@ class Connection:
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=_NUM_KEPT, keepalive_expiry=_IDLE_S),
             trust_env=False,
         )
-        self._known: WeakSet[Any] = WeakSet()
-        self._identify: Identify | None = None
-        self._identity = ""
-        self._identifying = asyncio.Lock()
-        self._identified_s = float("-inf")
-        """Time at which the last identification of the pinned model began."""
-        self._changed: asyncio.Future[None] | None = None
-
-    async def pin(self, identify: Identify) -> str:
-        """Let the server identify its model now and over each new connection; return the model's fingerprint."""
-        self._identity = await identify()
-        self._identify = identify
-        self._changed = asyncio.get_running_loop().create_future()
-        return self._identity
-
-    async def wait_changed(self) -> None:
-        """Raise Internal once the server serves another model. Call after `pin`."""
-        if self._changed is None:
-            raise RuntimeError("the model has not been pinned")
-        await asyncio.shield(self._changed)
+        self._since_s: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        """Time of the first answer over each open connection, by `time.monotonic`."""
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send a request, POST with a body and GET without one, and return the JSON of its answer.
@@ -116,41 +81,18 @@ class Connection:
             Unavailable: no answer, or a status of 500 to 599.
             Internal: the answer is not JSON.
         """
-        return _json_of(await self._send(path, body), self.url)
+        return json_of(await self.send(path, body), self.url)
 
     async def ask_text(self, path: str) -> str:
         """Return the text at a path. Raises as `ask`, but for JSON."""
-        return (await self._send(path, None)).text
-
-    async def ask_pinned(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request as `ask` does; an answer of another model than the pinned one is refused.
-
-        Raises:
-            Internal: the server serves another model now, or the answer is not JSON.
-            Refused: the server refuses this request, and serves the pinned model.
-            Unavailable: no answer, or a status that says nothing about the request.
-        """
-        try:
-            response = await self._send(path, body)
-        except Refused as refusal:
-            _log.info("the engine refused: url=%s status=%d message=%s", self.url, refusal.status, refusal.message)
-            if refusal.status in _TRANSIENT:
-                raise Unavailable(f"the engine's server answered with status {refusal.status}") from refusal
-            if refusal.status == _NOT_FOUND:  # the server may know the model by another name after a restart
-                await self._require_same_model(time.monotonic())
-            raise
-        arrived_s = time.monotonic()
-        stream = response.extensions.get("network_stream")
-        if stream not in self._known:
-            await self._require_same_model(arrived_s)
-            self._known.add(stream)
-        return _json_of(response, self.url)
+        return (await self.send(path, None)).text
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
         await self._client.aclose()
 
-    async def _send(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+    async def send(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+        """Send a request as `ask` does; return its answer."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._exchange(path, body)
@@ -163,7 +105,12 @@ class Connection:
             raise Unavailable(f"{self.url} answered with status {response.status_code}")
         if response.status_code >= 400:
             raise Refused(response.status_code, _message_of(response))
+        self._since_s.setdefault(response.extensions["network_stream"], time.monotonic())
         return response
+
+    def since_s(self, response: httpx2.Response) -> float:
+        """Return the time of the first answer over the connection of an answer of `send`."""
+        return self._since_s[response.extensions["network_stream"]]
 
     async def _exchange(self, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
         """Send a request and read its answer.
@@ -180,24 +127,6 @@ class Connection:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    async def _require_same_model(self, since_s: float) -> None:
-        """Return once an identification that began after a time has found the pinned model; raise Internal else."""
-        async with self._identifying:
-            if self._changed is not None and self._changed.done():
-                self._changed.result()
-            if self._identify is None or self._identified_s >= since_s:
-                return
-            for _ in range(_NUM_ATTEMPTS):
-                began_s = time.monotonic()
-                if await _identified(self._identify) == self._identity:
-                    self._identified_s = began_s
-                    return
-            error = Internal(f"{self.url} serves another model now; restart this replica to serve it")
-            _log.error("the engine's model has changed: url=%s", self.url)
-            if self._changed is not None:
-                self._changed.set_exception(error)
-            raise error
-
 
 async def _read(streamed: httpx2.Response, url: str) -> httpx2.Response:
     """Return a response with its whole content. Raises Internal if it is longer than an answer may be."""
@@ -209,15 +138,8 @@ async def _read(streamed: httpx2.Response, url: str) -> httpx2.Response:
     return httpx2.Response(streamed.status_code, content=bytes(content), extensions=streamed.extensions)
 
 
-async def _identified(identify: Identify) -> str:
-    """Return the fingerprint of the model that the server serves; "" if it does not know the pinned name."""
-    try:
-        return await identify()
-    except Refused:
-        return ""
-
-
-def _json_of(response: httpx2.Response, url: str) -> Any:
+def json_of(response: httpx2.Response, url: str) -> Any:
+    """Return the JSON of a server's answer. Raises Internal if it is something else."""
     try:
         return response.json()
     except ValueError as error:

@@ -65,7 +65,8 @@ async def fingerprint_of(files: ModelFiles, served_name: str, continue_greedily:
     """Return a fingerprint of the model that a server serves: 32 hex digits.
 
     Replicas with equal fingerprints continue each other's sessions, so a fingerprint contains what decides the tokens:
-    the vocabulary, the name under which the server knows the model, and continuations of fixed prompts.
+    the vocabulary, the name under which the server knows the model, and continuations of fixed prompts. The name of an
+    adapter follows the fingerprint of its base model.
     """
     digest = hashlib.blake2b(f"{files.vocabulary_fingerprint} {served_name}".encode(), digest_size=16)
     for probe in probes(files.vocabulary_size):

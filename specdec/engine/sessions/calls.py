@@ -91,7 +91,7 @@ def identity_of(request: ProposeRequest | VerifyRequest) -> Identity:
     arrays = [position.token_ids]
     if isinstance(request, VerifyRequest):
         arrays += [request.draft_token_ids, *request.support_ids]
-        rest: Identity = (request.num_logprobs, request.local_draft)
+        rest: Identity = (request.num_logprobs, request.local_draft, request.model)
     else:
         rest = (request.gamma,)
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
