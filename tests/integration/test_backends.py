@@ -222,7 +222,7 @@ async def test_after_a_restart_of_the_server_with_another_model_no_token_of_it_i
 async def test_a_server_that_does_not_answer_fails_the_round_in_time(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     async with EngineServer(table_model()) as server:
-        target = await start_backend(server.url, tmp_path, "vllm", backend_timeout_s=0.5)
+        target = await start_backend(server.url, tmp_path, "vllm", backend_timeout_s=3.0)
         server.gate.clear()
         with pytest.raises(Unavailable, match="did not answer in time"):
             await target.engine.verify(verify_request([5, 6], [3]))
