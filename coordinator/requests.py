@@ -92,6 +92,8 @@ class GenerationRequest:
     """Time by which the caller wants the whole output, by `time.monotonic`; None: at any time."""
     constraint_warnings: tuple[str, ...] = ()
     """Demands of a lenient constraint that the output may not follow, in the library's words."""
+    adapter: str | None = None
+    """Name of the adapter, "" for the base model; None: that of the session, of a new session the base model."""
 
     @property
     def key(self) -> SessionKey:
@@ -120,6 +122,13 @@ class RequestParameters:
     """Demands of a lenient constraint that the output may not follow, in the library's words."""
     output_form: OutputForm | None = None
     """Form of the output; None: all of it is the answer."""
+    adapter: str = ""
+    """Name of the adapter of the target model; "" for none. A session keeps it."""
+
+    @property
+    def adapter_fingerprint(self) -> str:
+        """Fingerprint of the target model if that has an adapter, else ""."""
+        return self.target_fingerprint if self.adapter else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +202,8 @@ class Started:
     target_fingerprint: str
     target_changed: bool
     constraint_warnings: tuple[str, ...] = ()
+    adapter: str = ""
+    """Name of the adapter that the turn runs with; "" for none."""
 
 
 class OutputChunk(NamedTuple):

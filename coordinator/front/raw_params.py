@@ -73,5 +73,6 @@ class RawGenerationParams:
     priority: int = 0
     constraint: Constraint | None = None
     tools: RawTools | None = None
+    adapter: str | None = None
     former_digests: tuple[str, ...] = ()
     """Digests of this request in the forms that older versions stored (see `validation.request_digest`)."""

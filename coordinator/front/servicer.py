@@ -30,6 +30,7 @@ from coordinator.front.wire import (
     decode_messages,
     decode_request,
     decode_tools,
+    encode_adapters,
     encode_event,
     encode_pools,
     encode_promotion,
@@ -253,6 +254,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             default_sampling=self._default_sampling,
             admin_address=self.admin_address if sees_all else "",
             target_models=encode_target_models(self._target_models.models(), has_inner_names=sees_all),
+            adapters=encode_adapters(
+                self._target_models.adapters(), self._draft_sources.adapter_stats, has_inner_names=sees_all
+            ),
         )
 
     async def Promote(  # noqa: N802

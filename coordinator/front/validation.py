@@ -92,6 +92,7 @@ def validate_request(raw: RawGenerationParams, limits: ServingLimits) -> Generat
         priority=raw.priority,
         digest=request_digest(raw, token_ids),
         former_digests=raw.former_digests,
+        adapter=raw.adapter,
     )
 
 
@@ -142,8 +143,9 @@ def _check_input(raw: RawGenerationParams) -> None:
     if raw.resume_from is not None:
         if kinds:
             raise _invalid("resume_from", f"must come without an input, got {' and '.join(kinds)} too")
-        if raw.constraint is not None or raw.tools is not None:
-            raise _invalid("resume_from", "must come without constraint and tools; those of the request stay in force")
+        if any(given is not None for given in (raw.constraint, raw.tools, raw.adapter)):
+            kept = "constraint, tools and adapter"
+            raise _invalid("resume_from", f"must come without {kept}; those of the request stay in force")
         if not raw.session_id:
             raise _invalid("session_id", "must be set with resume_from")
     elif len(kinds) != 1:
@@ -311,6 +313,8 @@ def request_digest(raw: RawGenerationParams, prompt_token_ids: TokenIds | None) 
     """
     sent: dict[str, Any] = {"sampling": _sent_fields(raw.sampling), "speculation": _sent_fields(raw.speculation)}
     prompt = b""
+    if raw.adapter is not None:
+        sent["adapter"] = raw.adapter
     if raw.constraint is not None:
         sent["constraint"] = astuple(raw.constraint)
     if raw.tools is not None:

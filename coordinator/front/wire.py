@@ -106,6 +106,7 @@ def encode_event(
                 target_fingerprint=event.target_fingerprint,
                 target_changed=event.target_changed,
                 constraint_warnings=event.constraint_warnings,
+                adapter=event.adapter,
             )
         )
     return coordinator_pb2.GenerateResponse(finished=_encode_finished(event))
@@ -246,10 +247,33 @@ def encode_target_models(
     """Return the messages of the served target models; `has_inner_names` as for `encode_pools`."""
     return [
         coordinator_pb2.TargetModelInfo(
-            fingerprint=model.info.model_fingerprint,
+            fingerprint=model.fingerprint,
             model=model.info.model if has_inner_names else served_name(model.info.model),
             num_replicas=model.num_replicas,
             share=model.share,
+        )
+        for model in models
+    ]
+
+
+def encode_adapters(
+    models: Iterable[ServedModel], draft_stats: Callable[[str], DraftStats], *, has_inner_names: bool = True
+) -> list[coordinator_pb2.AdapterInfo]:
+    """Return the messages of the served adapters.
+
+    Args:
+        models: the adapters.
+        draft_stats: returns what requests have shown about drafts for an adapter, by its fingerprint.
+        has_inner_names: as for `encode_pools`.
+    """
+    return [
+        coordinator_pb2.AdapterInfo(
+            name=model.adapter,
+            fingerprint=model.fingerprint,
+            model=model.info.model if has_inner_names else served_name(model.info.model),
+            num_replicas=model.num_replicas,
+            share=model.share,
+            **draft_stats(model.fingerprint)._asdict(),
         )
         for model in models
     ]

@@ -160,6 +160,7 @@ class GenerationFactory:
         routed_pool = "" if router is None else router.begin()
         replicas.draft_pool = routed_pool or self._pools.model_pool(identity.parameters.speculation.draft_pool)
         replicas.target_fingerprint = identity.parameters.target_fingerprint
+        replicas.adapter = identity.parameters.adapter
         replicas.truncate_to(agreed_len, assumed_len=0 if prepared.is_new_session else agreed_len)
         replicas.begin_turn(agreed_len, prepared.kv_locations, prepared.prefix_tokens)
         return replicas
@@ -221,4 +222,6 @@ class GenerationFactory:
             end_token_ids=turn.writer.end_token_ids,
             constraint=sampling.constraint,
             is_timed=is_timed,
+            adapter=identity.parameters.adapter,
+            adapter_fingerprint=identity.parameters.adapter_fingerprint,
         )

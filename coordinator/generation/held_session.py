@@ -62,7 +62,8 @@ class HeldSession:
         """Tell the prefix directory which replicas hold the session's tokens, as far as it is known now."""
         tokens = self._turn.tokens
         held = {holder: min(count, len(tokens)) for holder, count in self.replicas.num_held.items()}
-        self._prefixes.note(self._turn.lease.tenant, tokens.prefix_hash, held)
+        adapter = self._turn.identity.parameters.adapter_fingerprint
+        self._prefixes.note(self._turn.lease.tenant, tokens.prefix_hash, held, adapter)
 
     def give_back(self, *, may_resume: bool) -> None:
         """End the turn on the replicas; no call of the turn may follow.

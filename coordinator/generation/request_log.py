@@ -232,8 +232,7 @@ def encode_parameters(parameters: RequestParameters) -> str:
     """Return JSON that `decode_parameters` reads back exactly (floats round-trip)."""
     sampling = parameters.sampling
     # Keys of JSON objects are strings, so the bias is stored as pairs. "law" is the stored name of the filters.
-    filters = asdict(replace(sampling.filters, logit_bias={}))
-    filters["logit_bias"] = list(sampling.filters.logit_bias.items())
+    filters = asdict(replace(sampling.filters, logit_bias={})) | {"logit_bias": [*sampling.filters.logit_bias.items()]}
     flat = asdict(replace(sampling, filters=SamplingFilters(logit_bias={})))
     del filters["constraint_id"], flat["filters"]["constraint_id"]
     if sampling.constraint is None:  # older versions refuse the field, and with it the request
@@ -241,6 +240,8 @@ def encode_parameters(parameters: RequestParameters) -> str:
     else:
         flat["constraint"]["id"] = sampling.filters.constraint_id.hex()
         flat["constraint"]["warnings"] = parameters.constraint_warnings
+    if parameters.adapter:  # older versions refuse the field: they would go on with the base model
+        flat["adapter"] = parameters.adapter
     if parameters.output_form is not None:  # older versions refuse the field
         flat["output_form"] = parameters.output_form.as_dict()
     speculation = asdict(parameters.speculation)
@@ -291,7 +292,7 @@ def _check_parameters(parameters: RequestParameters) -> None:
     for name, (value, least, limit) in counts.items():
         if not isinstance(value, int) or not least <= value < limit:
             raise ValueError(f"{name} is {value!r}")
-    choice = (speculation.draft_pool, speculation.task)
+    choice = (speculation.draft_pool, speculation.task, parameters.adapter)
     texts = (*sampling.stop, *choice, parameters.target_fingerprint, *parameters.constraint_warnings)
     ids = (*sampling.stop_token_ids, *filters.end_token_ids)
     if not (all(isinstance(text, str) for text in texts) and all(isinstance(token_id, int) for token_id in ids)):
@@ -311,22 +312,22 @@ def _read_parameters(text: str) -> RequestParameters:
         filters["constraint_id"] = bytes.fromhex(stored.pop("id"))
         warnings = tuple(stored.pop("warnings"))
         sampling["constraint"] = Constraint(**stored | {"kind": ConstraintKind(stored["kind"])})
-    output_form = sampling.pop("output_form", None)
+    output_form, adapter = sampling.pop("output_form", None), sampling.pop("adapter", "")
     sampling |= {
         "filters": SamplingFilters(**filters),
         "stop": tuple(sampling["stop"]),
         "stop_token_ids": tuple(sampling["stop_token_ids"]),
     }
-    speculation |= {"mode": Mode(speculation["mode"])}
     return RequestParameters(
         SamplingParams(**sampling),
-        SpeculationChoice(**speculation),
+        SpeculationChoice(**speculation | {"mode": Mode(speculation["mode"])}),
         fields["target_fingerprint"],
         # Absent in requests that older versions stored; those that state no `is_chat` began a text with every output.
         fields.get("target_changed", False),
         fields.get("is_chat", True),
         warnings,
         None if output_form is None else read_form(output_form),
+        adapter,
     )
 
 

@@ -103,6 +103,7 @@ class OutputStream:
             parameters.target_fingerprint,
             parameters.target_changed,
             parameters.constraint_warnings,
+            parameters.adapter,
         )
         if (replayed := reader.replayed) is not None and replayed.end > position:
             for piece in replayed.since(position).pieces(MAX_PIECE_TOKENS):

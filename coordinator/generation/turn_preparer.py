@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,12 +42,22 @@ from coordinator.text.output_parts import parts_of
 from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
-from specdec.contract.errors import NotFound, SessionBusy, SessionLost, SpecdecError
+from specdec.contract.errors import InvalidRequest, NotFound, SessionBusy, SessionLost, SpecdecError
 from specdec.contract.tenant import SessionKey
 from specdec.contract.types import SamplingParams, TokenIds
 from specdec.state.store import Lease, SessionRecord, SessionStore
 
 _log = logging.getLogger(__name__)
+
+
+class TargetChoice(NamedTuple):
+    """The target model of a turn."""
+
+    fingerprint: str
+    adapter: str
+    """Name of its adapter; "" for none."""
+    is_changed: bool
+    """True if the session's previous turn used another target model."""
 
 
 class TurnPreparer:
@@ -104,8 +115,9 @@ class TurnPreparer:
                 they are more than the tenant may have.
 
         Raises:
-            InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, or an empty input.
-            NotFound: the draft pool does not exist (POOL_NOT_FOUND), or the session was deleted in the meantime.
+            InvalidRequest: CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, an empty input, or the adapter of another session.
+            NotFound: the draft pool or the adapter does not exist (POOL_NOT_FOUND, MODEL_NOT_FOUND), or the session
+                was deleted in the meantime.
             ResourceExhausted: what `begin_tokens` raises (QUOTA_EXCEEDED).
             SessionBusy: another coordinator has changed the session in the meantime.
             SessionLost: the session does not hold what the caller expects, or not what was committed.
@@ -115,6 +127,9 @@ class TurnPreparer:
         store = self._store.of_tenant(key.tenant)
         await wait_for_any_target(self._pools)
         draft_pool = self._pools.route_draft(request.speculation.draft_pool, is_settled=not self._routes_drafts)
+        last = _last_parameters(record)
+        adapter = _adapter_of(request, last)
+        fingerprint = self._target_models.choose(request.session_id, _fingerprint_of(last), adapter)
         held = np.empty(0, np.uint32)
         if record is not None:
             held = (await store.read_tokens(session_id))[: record.num_tokens]
@@ -126,13 +141,14 @@ class TurnPreparer:
         prompt = await in_thread(encode_prompt, request, held, self._tokenizer, max_context_tokens)
         sampling = resolve_sampling(request, prompt, max_context_tokens)
         begin_tokens(prompt.num_tokens, sampling.max_new_tokens)
-        model = self._target_models.choose(request.session_id, _last_model(record))
-        identity = self._identity(record, request, sampling, draft_pool, prompt, model.model_fingerprint)
+        target = TargetChoice(fingerprint, adapter, last is not None and last.target_fingerprint != fingerprint)
+        identity = self._identity(record, request, sampling, draft_pool, prompt, target)
         token_ids = [*held[: prompt.keep].tolist(), *prompt.new_token_ids.tolist()]
         tokens = SessionTokens(token_ids)
 
         # Sent in the same turn of the event loop as the lease's call, so that both take one round trip.
-        looking_up = self._prefixes.look_up(key.tenant, len(tokens), tokens.prefix_hash)
+        of_adapter = identity.parameters.adapter_fingerprint
+        looking_up = self._prefixes.look_up(key.tenant, len(tokens), tokens.prefix_hash, of_adapter)
         lease = await self._leases.acquire(key, create=record is None or record.request is None)
         is_new = False
         try:
@@ -146,7 +162,8 @@ class TurnPreparer:
             )
             before = () if identity.parameters.is_chat else token_ids
             parts = parts_of(identity, self._tokenizer)
-            writer = OutputWriter(self._tokenizer, sampling, model.eos_token_ids, before, parts)
+            eos_token_ids = self._pools.model_info(fingerprint).eos_token_ids
+            writer = OutputWriter(self._tokenizer, sampling, eos_token_ids, before, parts)
             return PreparedTurn(
                 Turn(identity, lease, tokens, writer, fresh.round_id),
                 stats=RequestStats(),
@@ -194,7 +211,8 @@ class TurnPreparer:
             no_tokens = np.empty(0, np.uint32)
             await self._store.begin_request(lease, request, keep=len(logged.token_ids), token_ids=no_tokens)
             tokens = SessionTokens(logged.token_ids)
-            looking_up = self._prefixes.look_up(key.tenant, len(tokens), tokens.prefix_hash)
+            of_adapter = identity.parameters.adapter_fingerprint
+            looking_up = self._prefixes.look_up(key.tenant, len(tokens), tokens.prefix_hash, of_adapter)
             prefix_tokens = await self._prefixes.answer(looking_up)
         except BaseException as error:
             await self._give_up_after(error, lease, is_new=False)
@@ -239,10 +257,9 @@ class TurnPreparer:
         sampling: SamplingParams,
         draft_pool: str,
         prompt: Prompt,
-        fingerprint: str,
+        target: TargetChoice,
     ) -> GenerationIdentity:
         last = record.request if record else None
-        is_changed = last is not None and _last_model(record) != fingerprint
         speculation = replace(request.speculation, draft_pool=draft_pool)
         return GenerationIdentity(
             session_id=request.session_id,
@@ -253,11 +270,12 @@ class TurnPreparer:
             parameters=RequestParameters(
                 sampling,
                 speculation,
-                fingerprint,
-                is_changed,
+                target.fingerprint,
+                target.is_changed,
                 is_chat=request.messages is not None,
                 constraint_warnings=request.constraint_warnings,
                 output_form=request.output_form,
+                adapter=target.adapter,
             ),
         )
 
@@ -271,7 +289,7 @@ class TurnPreparer:
             return logged.identity
         parameters = replace(
             parameters,
-            target_fingerprint=self._target_models.choose(logged.identity.session_id).model_fingerprint,
+            target_fingerprint=self._target_models.choose(logged.identity.session_id, adapter=parameters.adapter),
             target_changed=logged.identity.turn > 0,
         )
         return replace(logged.identity, parameters=parameters)
@@ -293,11 +311,31 @@ class TurnPreparer:
         return None
 
 
-def _last_model(record: SessionRecord | None) -> str:
-    """Return the fingerprint of the model of a session's last request; "" if there is none."""
+def _last_parameters(record: SessionRecord | None) -> RequestParameters | None:
+    """Return the parameters of a session's last request; None if there is none."""
     if record is None or record.request is None:
-        return ""
-    return decode_parameters(record.request.parameters_json).target_fingerprint
+        return None
+    return decode_parameters(record.request.parameters_json)
+
+
+def _fingerprint_of(last: RequestParameters | None) -> str:
+    """Return the fingerprint of the model of a session's last request; "" if there is none."""
+    return "" if last is None else last.target_fingerprint
+
+
+def _adapter_of(request: GenerationRequest, last: RequestParameters | None) -> str:
+    """Return the name of a turn's adapter: the session's, if it has one.
+
+    Raises:
+        InvalidRequest: the request names another one than the session has.
+    """
+    if last is None or request.adapter in (None, last.adapter):
+        return (request.adapter or "") if last is None else last.adapter
+    has, wants = (f"adapter {name!r}" if name else "no adapter" for name in (last.adapter, request.adapter))
+    raise InvalidRequest(
+        f"adapter: session {request.session_id} runs with {has}, the request asks for {wants}; begin another session",
+        field="adapter",
+    )
 
 
 def _is_unchanged(fresh: SessionRecord, record: SessionRecord | None, held: TokenIds) -> bool:

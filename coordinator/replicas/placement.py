@@ -16,7 +16,7 @@ from typing import Any
 
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DraftReplica, LinkT, Replica, TargetReplica
-from coordinator.replicas.target_wait import wait_for_target
+from coordinator.replicas.target_wait import none_serves, wait_for_target
 from specdec.contract.errors import Unavailable
 from specdec.contract.tenant import SessionKey
 from specdec.core.forward_time import RunningMean
@@ -100,12 +100,13 @@ class SessionReplicas:
     Attributes:
         draft_pool: name of the draft pool that the session is routed to, or "" for none.
         target_fingerprint: fingerprint of the only model that may serve as its target.
+        adapter: name of that model's adapter, or "" for none.
     """
 
     def __init__(self, session_id: str, pools: ReplicaPools, rule: PrefixRule | None = None) -> None:
         """`rule` is shared by all sessions of a coordinator."""
         self.draft_pool = ""
-        self.target_fingerprint = ""
+        self.target_fingerprint = self.adapter = ""
         self._session_id = session_id
         self._pools = pools
         self._rule = rule or PrefixRule()
@@ -127,7 +128,7 @@ class SessionReplicas:
         if self._target is None or not self._fits(self._target, excluded):
             self._target = self._choose([replica for replica in self._pools.targets() if self._fits(replica, excluded)])
             if self._target is None:
-                raise Unavailable("no target replica that serves the session's model can be reached")
+                raise Unavailable(none_serves(self.adapter))
             self._target.note_new_session()
         self._called.add(self._target)
         return self._target
@@ -160,15 +161,12 @@ class SessionReplicas:
 
     async def wait_for_target(self, lost_at_s: float) -> None:
         """Wait for a target replica. Raises Unavailable, as `target_wait.wait_for_target` does."""
-        await wait_for_target(self._pools, lambda: self.has_target(()), self.target_fingerprint, lost_at_s)
+        await wait_for_target(
+            self._pools, lambda: self.has_target(()), self.target_fingerprint, lost_at_s, adapter=self.adapter
+        )
 
     def _fits(self, replica: TargetReplica, excluded: Collection[TargetReplica]) -> bool:
-        return (
-            replica.is_alive
-            and replica.info is not None
-            and replica.info.model_fingerprint == self.target_fingerprint
-            and replica not in excluded
-        )
+        return replica.is_alive and replica.serves(self.target_fingerprint) and replica not in excluded
 
     def choose_draft(self) -> DraftReplica | None:
         """Return the session's draft replica, or a new one if that does not fit; None if the pool has none that

@@ -150,13 +150,13 @@ class ReplicaPools:
         Raises:
             Unavailable: no target replica has been connected yet.
         """
-        known = [replica for replica in self.targets() if replica.info and replica.model == fingerprint]
+        known = [replica for replica in self.targets() if replica.serves(fingerprint)]
         infos = [replica.info for replica in sorted(known, key=lambda replica: not replica.is_alive) if replica.info]
         return infos[0] if infos else self.target_info
 
     def serves(self, target_fingerprint: str) -> bool:
         """Return whether a live target replica serves this model."""
-        return any(replica.is_alive and replica.model == target_fingerprint for replica in self.targets())
+        return any(replica.is_alive and replica.serves(target_fingerprint) for replica in self.targets())
 
     def is_registered(self, replica: Replica[Any]) -> bool:
         """Return whether the registry last held the process that described itself as this replica."""

@@ -4,6 +4,9 @@ A prompt's prefixes are looked up and noted at growing lengths: 4 blocks (64 tok
 block. So at least half of a shared prefix is found, which is enough to name the replica; that one finds the whole
 prefix in its own cache. Prefixes below four blocks are not worth a lookup.
 
+KV of a target with an adapter is of no use without it, so the prefixes of each adapter are noted under hashes of their
+own.
+
 No request waits long for the directory. An answer that is late counts as unknown, a note that cannot be written is
 dropped, and placement then works as without a directory. `generation/turn_preparer` looks prefixes up and hands the
 answer to `placement`; `generation/generation` notes them; `specdec.state.prefix_directory` holds the entries.
@@ -12,6 +15,7 @@ answer to `placement`; `generation/generation` notes them; `specdec.state.prefix
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 
@@ -54,15 +58,18 @@ class Prefixes:
         self._look_ups: set[asyncio.Task[dict[str, int]]] = set()
         self._is_answered = True
 
-    def look_up(self, tenant: str, num_tokens: int, hash_at: Callable[[int], bytes]) -> asyncio.Task[dict[str, int]]:
+    def look_up(
+        self, tenant: str, num_tokens: int, hash_at: Callable[[int], bytes], adapter: str = ""
+    ) -> asyncio.Task[dict[str, int]]:
         """Start the lookup of how many of a session's tokens each replica holds; `answer` returns its result.
 
         Args:
             tenant: tenant that owns the session.
             num_tokens: number of tokens of the session.
             hash_at: returns the chain hash of the tokens at a length.
+            adapter: fingerprint of the session's model with an adapter; "" for a base model.
         """
-        looking_up = asyncio.create_task(self._ask(tenant, num_tokens, hash_at))
+        looking_up = asyncio.create_task(self._ask(tenant, num_tokens, _of_adapter(hash_at, adapter)))
         self._look_ups.add(looking_up)
         looking_up.add_done_callback(self._look_ups.discard)
         return looking_up
@@ -76,14 +83,18 @@ class Prefixes:
         self._warn_once(f"no answer within {LOOK_UP_TIMEOUT_S:g} s")
         return {}
 
-    def note(self, tenant: str, hash_at: Callable[[int], bytes], num_held: Mapping[str, int]) -> None:
+    def note(
+        self, tenant: str, hash_at: Callable[[int], bytes], num_held: Mapping[str, int], adapter: str = ""
+    ) -> None:
         """Start to note in the background how many leading tokens of a session each replica holds.
 
         Args:
             tenant: tenant that owns the session.
             hash_at: returns the chain hash of the session's tokens at a length.
             num_held: number of tokens by incarnation.
+            adapter: as for `look_up`.
         """
+        hash_at = _of_adapter(hash_at, adapter)
         lengths = prefix_lengths(max(num_held.values(), default=0))
         if self._directory is None or not lengths or len(self._notes) >= MAX_NOTES:
             return
@@ -127,3 +138,15 @@ class Prefixes:
         if self._is_answered:
             self._is_answered = False
             _log.warning("prefix directory unavailable: %s", reason)
+
+
+def _of_adapter(hash_at: Callable[[int], bytes], adapter: str) -> Callable[[int], bytes]:
+    """Return the hashes under which prefixes of an adapter are noted; those of a base model are the tokens' own."""
+    if not adapter:
+        return hash_at
+
+    def salted(length: int) -> bytes:
+        chain_hash = hash_at(length)
+        return hashlib.blake2b(chain_hash, digest_size=len(chain_hash), key=adapter.encode()[:64]).digest()
+
+    return salted

@@ -145,8 +145,18 @@ class Replica(Generic[LinkT]):
 
     @property
     def model(self) -> str:
-        """Fingerprint of the model that the replica serves. Calls name it, so that no other model answers them."""
+        """Fingerprint of the model that the replica serves without an adapter. Calls name the one that is meant, so
+        that no other model answers them."""
         return self.info.model_fingerprint if self.info else ""
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Names of the adapters by the fingerprints of the models that the replica serves; "" is the base model's."""
+        return self.info.models if self.info else {}
+
+    def serves(self, fingerprint: str) -> bool:
+        """Return whether the replica serves the model with this fingerprint, with or without an adapter."""
+        return self.info is not None and self.info.serves(fingerprint)
 
     @property
     def follows_constraints(self) -> bool:

@@ -4,6 +4,9 @@ A session keeps its model while a replica that takes sessions serves it. A new s
 number of its replicas that take sessions, or the share that an operator gave it (`specdec promote --target`). So an
 update moves new sessions to the new model in proportion to its replicas, whatever their addresses are.
 
+An adapter is a model too, chosen by its name among the replicas that serve it. Two fingerprints of one name are two
+versions of the adapter, or the same one on two base models, and share its sessions in the same way.
+
 The draw is a weighted rendezvous of the session's id: every coordinator draws the same model, and a changed weight
 moves no more sessions than it must.
 
@@ -35,12 +38,15 @@ _log = logging.getLogger(__name__)
 class ServedModel:
     """A model that target replicas serve."""
 
+    fingerprint: str
+    adapter: str
+    """Name of its adapter; "" for a base model."""
     info: EngineInfo
     """Description of one of its replicas."""
     num_replicas: int
     """Number of its replicas that take sessions."""
     share: float
-    """Share of the new sessions that get it, 0 to 1."""
+    """Share of the new sessions that get it, 0 to 1; of an adapter, of those that name it."""
 
 
 class TargetModels:
@@ -75,6 +81,8 @@ class TargetModels:
     async def give(self, fingerprint: str, share: float) -> None:
         """Give a model a share of the new sessions, 0 to 1; the others divide the rest by their replicas.
 
+        For an adapter, those are the new sessions that name it, and the others are its other versions.
+
         Args:
             fingerprint: fingerprint of the model; "": the replicas of all models are counted again.
             share: its share.
@@ -83,7 +91,7 @@ class TargetModels:
             NotFound: no replica serves the model (MODEL_NOT_FOUND).
             Unavailable: the store cannot be reached.
         """
-        served = {replica.model for replica in self._pools.targets()}
+        served = {fingerprint for replica in self._pools.targets() for fingerprint in replica.models}
         if fingerprint and fingerprint not in served:
             raise NotFound(
                 f"target_fingerprint {fingerprint[:64]!r} is not served; there are "
@@ -95,37 +103,78 @@ class TargetModels:
         await self.sync_with_store()
 
     def models(self) -> list[ServedModel]:
-        """Return the served models by fingerprint, those included of which no replica takes sessions."""
-        infos = {replica.model: replica.info for replica in self._pools.targets() if replica.is_alive}
-        counts = self._num_replicas()
-        weights = self._weights(counts)
-        total = sum(weights.values())
-        return [
-            ServedModel(info, counts[fingerprint], weights.get(fingerprint, 0.0) / total if total else 0.0)
-            for fingerprint, info in sorted(infos.items())
-            if info is not None
-        ]
+        """Return the served base models by fingerprint, those included of which no replica takes sessions."""
+        return self._served("")
 
-    def choose(self, session_id: str, last_fingerprint: str = "") -> EngineInfo:
-        """Return the description of the model for a session's next turn.
+    def adapters(self) -> list[ServedModel]:
+        """Return the served adapters by name and fingerprint, likewise."""
+        return [model for name in self._adapter_names() for model in self._served(name)]
+
+    def choose(self, session_id: str, last_fingerprint: str = "", adapter: str = "") -> str:
+        """Return the fingerprint of the model for a session's next turn.
 
         Args:
             session_id: id of the session.
             last_fingerprint: fingerprint of the model of its previous turn; "" for a new session.
+            adapter: name of the adapter; "" for the base model.
 
         Raises:
+            NotFound: no target replica has the adapter (MODEL_NOT_FOUND).
             Unavailable: no target replica has been connected yet.
         """
-        counts = self._num_replicas()
+        counts = self._num_replicas(adapter)
         if last_fingerprint in counts or (not counts and self._pools.serves(last_fingerprint)):
-            return self._pools.model_info(last_fingerprint)
+            return last_fingerprint
         if not counts:
-            return self._pools.target_info
+            return self._away(adapter)
         weights = self._weights(counts)
-        return self._pools.model_info(min(weights, key=lambda model: _distance(session_id, model, weights[model])))
+        return min(weights, key=lambda model: _distance(session_id, model, weights[model]))
 
-    def _num_replicas(self) -> Counter[str]:
-        return Counter(replica.model for replica in self._pools.targets() if replica.takes_sessions)
+    def _served(self, adapter: str) -> list[ServedModel]:
+        infos = {
+            fingerprint: replica.info
+            for replica in self._pools.targets()
+            if replica.is_alive
+            for fingerprint, name in replica.models.items()
+            if name == adapter
+        }
+        counts = self._num_replicas(adapter)
+        weights = self._weights(counts)
+        total = sum(weights.values())
+        return [
+            ServedModel(
+                fingerprint, adapter, info, counts[fingerprint], weights.get(fingerprint, 0.0) / total if total else 0.0
+            )
+            for fingerprint, info in sorted(infos.items())
+            if info is not None
+        ]
+
+    def _adapter_names(self) -> list[str]:
+        return sorted({name for replica in self._pools.targets() for name in replica.models.values() if name})
+
+    def _away(self, adapter: str) -> str:
+        """Return the fingerprint of a model of which no replica takes sessions now."""
+        if not adapter:
+            return self._pools.target_info.model_fingerprint
+        for replica in self._pools.targets():
+            for fingerprint, name in replica.models.items():
+                if name == adapter:
+                    return fingerprint
+        listed = ", ".join(self._adapter_names())
+        there_are = f"there are {listed}" if listed else "targets with --backend vllm or server serve their server's"
+        raise NotFound(
+            f"adapter {adapter[:128]!r} is not served; {there_are}", reason="MODEL_NOT_FOUND", field="adapter"
+        )
+
+    def _num_replicas(self, adapter: str) -> Counter[str]:
+        """Return how many replicas take sessions of each model with an adapter."""
+        return Counter(
+            fingerprint
+            for replica in self._pools.targets()
+            if replica.takes_sessions
+            for fingerprint, name in replica.models.items()
+            if name == adapter
+        )
 
     def _weights(self, counts: Mapping[str, int]) -> dict[str, float]:
         """Return the weight of each model that takes sessions."""

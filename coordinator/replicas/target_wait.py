@@ -32,7 +32,9 @@ async def wait_for_any_target(pools: ReplicaPools) -> None:
     await wait_for_target(pools, lambda: pools.is_ready, "", pools.targets_lost_at_s)
 
 
-async def wait_for_target(pools: ReplicaPools, is_back: Callable[[], bool], model: str, lost_at_s: float) -> None:
+async def wait_for_target(
+    pools: ReplicaPools, is_back: Callable[[], bool], model: str, lost_at_s: float, *, adapter: str = ""
+) -> None:
     """Return once a session has a target replica again.
 
     Args:
@@ -40,6 +42,7 @@ async def wait_for_target(pools: ReplicaPools, is_back: Callable[[], bool], mode
         is_back: whether the session has a target replica.
         model: fingerprint of the session's model.
         lost_at_s: time at which the session lost its target, by `time.monotonic`.
+        adapter: name of the model's adapter; "" for none.
 
     Raises:
         Unavailable: none came back within the setting, or none can come back.
@@ -47,18 +50,28 @@ async def wait_for_target(pools: ReplicaPools, is_back: Callable[[], bool], mode
     while not is_back():
         if not pools.target_wait_s:
             raise Unavailable("no target replica can be reached")
-        _check_may_return(pools, model)
+        _check_may_return(pools, model, adapter)
         left_s = lost_at_s + pools.target_wait_s - time.monotonic()
         if left_s <= 0.0:
             raise Unavailable(f"no target replica came back within {pools.target_wait_s:g} s (--target-wait-s)")
         await pools.next_target(min(left_s, _LOOK_INTERVAL_S))
 
 
-def _check_may_return(pools: ReplicaPools, model: str) -> None:
+def none_serves(adapter: str) -> str:
+    """Return what is wrong if no target replica serves a session's model; `adapter` is the name of its adapter."""
+    if adapter:
+        return (
+            f"no target replica serves the session's adapter {adapter} now: its server lacks it, has another one under "
+            "the name, or cannot be reached"
+        )
+    return "no target replica that serves the session's model can be reached"
+
+
+def _check_may_return(pools: ReplicaPools, model: str, adapter: str) -> None:
     """Raise Unavailable if no wait can help."""
     lost = [replica for replica in pools.targets() if not replica.takes_sessions]
-    if pools.is_ready and not any(replica.model == model for replica in lost):
-        raise Unavailable("no target replica that serves the session's model can be reached")
+    if pools.is_ready and not any(replica.serves(model) for replica in lost):
+        raise Unavailable(none_serves(adapter))
     now_s = time.monotonic()
     for replica in lost:
         if not replica.is_alive and pools.is_registered(replica) and now_s - replica.lost_at_s > UNREACHABLE_S:

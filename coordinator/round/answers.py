@@ -97,6 +97,11 @@ def ends_the_request(error: SpecdecError) -> bool:
     return error.reason in ("CONSTRAINT_INVALID", "NO_LEGAL_TOKEN")
 
 
+def lost_adapter(error: SpecdecError) -> bool:
+    """Return whether a target's error says that its server does not have the session's adapter any more."""
+    return error.reason == "MODEL_NOT_FOUND"
+
+
 def target_fault(error: SpecdecError, address: str) -> SpecdecError:
     """Return what a target's error means for the round.
 
@@ -104,8 +109,11 @@ def target_fault(error: SpecdecError, address: str) -> SpecdecError:
     (INVALID_ARGUMENT, UNAUTHENTICATED, ...) therefore reports a fault of the coordinator, which the client cannot mend.
 
     Returns:
-        `error` itself if a round knows how to handle it, else an Internal that names the target at `address`.
+        `error` itself if a round knows how to handle it; Unavailable if the target has lost the session's adapter; else
+        an Internal that names the target at `address`.
     """
+    if lost_adapter(error):
+        return Unavailable(f"target {address}: {error.message}")
     if isinstance(error, KvMiss | ConstraintMiss | StaleEpoch | Unavailable | ResourceExhausted | Internal):
         return error
     if ends_the_request(error):

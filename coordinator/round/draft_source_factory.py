@@ -27,7 +27,7 @@ from coordinator.round.draft_sources import (
 from coordinator.round.gamma import GammaChooser
 from coordinator.round.grammar_drafts import ForcedTokens, GrammarDraftSource
 from coordinator.round.lookup_drafts import LookupDraftSource
-from coordinator.round.pool_stats import DraftPoolStats
+from coordinator.round.pool_stats import PoolStatsTable
 from coordinator.round.request_router import RequestRouter
 from coordinator.round.routing_table import RoutingTable
 from coordinator.round.session_calls import SessionCalls
@@ -60,7 +60,7 @@ class DraftSourceFactory:
         """
         self._pools = pools
         self._histories = histories
-        self._stats: defaultdict[str, DraftPoolStats] = defaultdict(DraftPoolStats)
+        self._stats = PoolStatsTable(pools.serves)
         self._deadlines: defaultdict[str, DraftDeadline] = defaultdict(DraftDeadline)
         self._routes = None if scores is None else RoutingTable(pools, self._stats, scores, canary, text_of)
 
@@ -69,12 +69,24 @@ class DraftSourceFactory:
         """True if a request that names no pool is routed among the draft models while it runs."""
         return self._routes is not None
 
-    def draft_stats(self, pool: str) -> DraftStats:
-        """Return what requests have shown about a draft pool; for routed requests, as their classes and scores say."""
-        stats, routed = self._stats.get(pool), None if self._routes is None else self._routes.alpha(pool)
+    def draft_stats(self, pool: str, adapter: str = "") -> DraftStats:
+        """Return what requests have shown about a draft pool; for routed requests, as their classes and scores say.
+
+        Args:
+            pool: the pool.
+            adapter: fingerprint of the adapter of the requests; "" for those without one.
+        """
+        stats = self._stats.get(pool, adapter)
+        routed = None if self._routes is None else self._routes.alpha(pool, adapter)
         if stats is None:
             return DraftStats(routed, None)
         return DraftStats(stats.measured_alpha if routed is None else routed, stats.mean_gamma)
+
+    def adapter_stats(self, adapter: str) -> DraftStats:
+        """Return what requests with an adapter have shown about the pool that drafted most for it."""
+        of_pools = self._stats.of_adapter(adapter)
+        pool = max(of_pools, key=lambda name: of_pools[name].num_rounds, default="")
+        return self.draft_stats(pool, adapter)
 
     def route_stats(self, pool: str) -> list[RouteStats]:
         """Return the statistics of a draft pool for each class of requests; empty if requests are not routed."""
@@ -86,7 +98,7 @@ class DraftSourceFactory:
             return None
         start = max(0, setting.output_start - MOST_PROMPT_TOKENS)
         end_of_prompt = tokens.tail(start)[: setting.output_start - start]
-        request_class = self._routes.class_of(wanted.task, setting.mode, setting.filters, end_of_prompt)
+        request_class = self._routes.class_of(wanted.task, setting, end_of_prompt)
         return RequestRouter(request_class, self._routes, setting, tokens)
 
     def remember(self, tenant: str, token_ids: Sequence[int]) -> None:
@@ -149,25 +161,25 @@ class DraftSourceFactory:
         if router is not None:  # text is searched before any model is called
             pool, local = next(iter(self._pools.lookup_pools), ""), ""
         if local:
-            models = self._in_target_source(wanted, local)
+            models = self._in_target_source(wanted, setting, local)
         if pool not in self._pools.lookup_pools:
             return models
         return LookupDraftSource(
             pool,
             Lookup(LookupKind(pool), None if self._histories is None else self._histories.of(setting.tenant)),
             tokens,
-            self._chooser(pool, wanted, self._pools.target_info.max_gamma),
+            self._chooser(pool, wanted, setting, self._pools.target_info.max_gamma),
             models if local or replicas.draft_pool else None,
             with_supports=not setting.answers_choices,
         )
 
-    def _chooser(self, pool: str, wanted: SpeculationChoice, max_gamma: int) -> GammaChooser:
+    def _chooser(self, pool: str, wanted: SpeculationChoice, setting: RoundSetting, max_gamma: int) -> GammaChooser:
         """Return the chooser of a pool whose drafts need no draft replica."""
         fixed = None if wanted.gamma is None else min(wanted.gamma, max_gamma)
-        return GammaChooser(self._stats[pool], fixed=fixed, max_gamma=max_gamma)
+        return GammaChooser(self._stats.of(pool, setting.adapter_fingerprint), fixed=fixed, max_gamma=max_gamma)
 
-    def _in_target_source(self, wanted: SpeculationChoice, pool: str) -> InTargetDraftSource:
-        return InTargetDraftSource(pool, self._chooser(pool, wanted, self._pools.local_gamma(pool)))
+    def _in_target_source(self, wanted: SpeculationChoice, setting: RoundSetting, pool: str) -> InTargetDraftSource:
+        return InTargetDraftSource(pool, self._chooser(pool, wanted, setting, self._pools.local_gamma(pool)))
 
     def _model_source(
         self,
@@ -179,7 +191,8 @@ class DraftSourceFactory:
     ) -> AdaptiveDraftSource:
         """Return the source of a pool of draft replicas, or of local drafts that requests may be routed to."""
         if pool in self._pools.local_pools and setting.mode is not Mode.OFF:
-            return self._in_target_source(wanted, pool)
+            return self._in_target_source(wanted, setting, pool)
         fixed = 0 if setting.mode is Mode.OFF else wanted.gamma
-        chooser = GammaChooser(self._stats[pool], fixed=fixed, max_gamma=self._pools.max_gamma)
+        stats = self._stats.of(pool, setting.adapter_fingerprint)
+        chooser = GammaChooser(stats, fixed=fixed, max_gamma=self._pools.max_gamma)
         return ReplicaDraftSource(chooser, DraftCalls(pool, setting, replicas, calls, self._deadlines[pool]))

@@ -1,11 +1,15 @@
 """Statistics of a draft pool, from which gamma is chosen: acceptance, forward times, and the price of a row.
 
+Drafts know nothing of the target's adapters, so each adapter has statistics of its own: those of one whose text the
+drafts seldom hit choose fewer draft tokens, or none, and change nothing for the others.
+
 `gamma` reports rounds and steps of runs, and reads what was learned; `specdec.core.forward_time` fits the times. The
 target counts the rounds of other sessions (`specdec.engine.sessions.concurrent_rounds`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from coordinator.round.acceptance import Acceptance
@@ -171,6 +175,33 @@ class DraftPoolStats:
         """Tokens per second that other sessions lose by one more row, which delays some of their rounds."""
         others_rate = self.num_delayed.value * self._stream_tokens.value / max(self._stream_s.value, 1e-9)
         return others_rate * self.verify_time.per_token_s / max(self.round_s.value, 1e-9)
+
+
+class PoolStatsTable:
+    """The statistics of all draft pools, apart for each adapter of the target."""
+
+    def __init__(self, serves: Callable[[str], bool] = lambda adapter: True) -> None:
+        """`serves`: whether a target serves an adapter; those of others may be forgotten."""
+        self._serves = serves
+        self._of_adapters: dict[str, dict[str, DraftPoolStats]] = {"": {}}
+
+    def of(self, pool: str, adapter: str = "") -> DraftPoolStats:
+        """Return the statistics of a pool for an adapter by its fingerprint, "" for the base model; new ones at
+        first."""
+        of_pools = self._of_adapters.get(adapter)
+        if of_pools is None:
+            for known in [known for known in self._of_adapters if known and not self._serves(known)]:
+                del self._of_adapters[known]
+            of_pools = self._of_adapters[adapter] = {}
+        return of_pools.setdefault(pool, DraftPoolStats())
+
+    def get(self, pool: str, adapter: str = "") -> DraftPoolStats | None:
+        """Return the statistics of a pool for an adapter; None before the first round."""
+        return self.of_adapter(adapter).get(pool)
+
+    def of_adapter(self, adapter: str) -> Mapping[str, DraftPoolStats]:
+        """Return the statistics for an adapter by pool; empty before the first round."""
+        return self._of_adapters.get(adapter, {})
 
 
 def _num_delayed(times: RoundTimes, step_tokens: int, step_share: float) -> float:

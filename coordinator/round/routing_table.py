@@ -26,12 +26,13 @@ from coordinator.replicas.pool import ReplicaPools
 from coordinator.requests import RouteStats
 from coordinator.round.acceptance import Acceptance
 from coordinator.round.gamma import best_gamma
-from coordinator.round.pool_stats import DraftPoolStats
+from coordinator.round.pool_stats import DraftPoolStats, PoolStatsTable
+from coordinator.round.setting import RoundSetting
 from coordinator.routing.classes import MAX_CLASSES, OTHER, class_of, kind_of
 from coordinator.routing.expected_rounds import ExpectedRounds
 from coordinator.routing.promotion import Canary
 from coordinator.routing.score_queue import ScoreQueue
-from specdec.contract.types import Mode, SamplingFilters, Score, TokenIds
+from specdec.contract.types import Score, TokenIds
 from specdec.core.forward_time import RunningMean
 
 #: Learning rate: a goodput of 0 multiplies a weight by exp(-RATE). About ten spans separate pools that differ by 20 %.
@@ -98,6 +99,9 @@ _ROUND_KEEP = 0.995
 #: Largest number of trials of a pool that could not be scored, per class.
 MAX_TRIALS = 3
 
+#: Characters of a fingerprint that tell two adapters of one name apart in the name of a class.
+_SHOWN_CHARACTERS = 8
+
 #: Acceptance assumed if nothing is known.
 _PRIOR_ALPHA = 0.7
 
@@ -114,7 +118,9 @@ class _PoolInClass:
 
 
 class _Class:
-    def __init__(self) -> None:
+    def __init__(self, adapter: str) -> None:
+        self.adapter = adapter
+        """Fingerprint of the adapter of its requests; "" for none."""
         self.hedge = Hedge()
         self.pools: defaultdict[str, _PoolInClass] = defaultdict(_PoolInClass)
 
@@ -125,7 +131,7 @@ class RoutingTable:
     def __init__(
         self,
         pools: ReplicaPools,
-        pool_stats: Mapping[str, DraftPoolStats],
+        pool_stats: PoolStatsTable,
         scores: ScoreQueue,
         canary: Canary | None,
         text_of: Callable[[Sequence[int]], str],
@@ -153,12 +159,16 @@ class RoutingTable:
         """Close the queue of spans. Idempotent."""
         await self.scores.close()
 
-    def class_of(self, task: str, mode: Mode, filters: SamplingFilters, end_of_prompt: TokenIds) -> str:
+    def class_of(self, task: str, setting: RoundSetting, end_of_prompt: TokenIds) -> str:
         """Return the class of a request; `end_of_prompt`: the last tokens of the session before the output."""
+        mode, filters, adapter = setting.mode, setting.filters, setting.adapter_fingerprint
+        label = f"{setting.adapter}@{adapter[:_SHOWN_CHARACTERS]}" if adapter else ""
         kind = "" if task else kind_of(end_of_prompt, self._text_of(end_of_prompt.tolist()))
-        name = class_of(task, kind, mode, filters)
-        if task and name not in self._classes and len(self._classes) >= MAX_CLASSES:
-            name = class_of(OTHER, "", mode, filters)
+        name = class_of(task, kind, mode, filters, label)
+        if task and name not in self._classes and self._num_classes(adapter) >= MAX_CLASSES:
+            name = class_of(OTHER, "", mode, filters, label)
+        if name not in self._classes:
+            self._add(name, adapter)
         return name
 
     def candidates(self) -> list[str]:
@@ -205,8 +215,11 @@ class RoutingTable:
         of_class = self._of(request_class).pools[pool].acceptance
         if of_class.measured is None and (own is None or own.measured is None):
             return None
-        alpha = of_class.overall(self._alpha_of(pool))
-        return self._rate(pool, of_class if own is None else own, alpha if own is None else own.overall(alpha), context)
+        adapter = self._of(request_class).adapter
+        stats = self._pool_stats.get(pool, adapter)
+        alpha = of_class.overall(_PRIOR_ALPHA if stats is None else stats.alpha)
+        acceptance, alpha = (of_class, alpha) if own is None else (own, own.overall(alpha))
+        return self._rate(pool, adapter, acceptance, alpha, context)
 
     def prefill_s(self, pool: str, num_tokens: int) -> float | None:
         """Return the seconds that a pool's replica takes to prefill `num_tokens`; None while that is unknown. Local
@@ -240,7 +253,8 @@ class RoutingTable:
         goodputs = {}
         for pool, expected in rounds.items():
             of_class.pools[pool].acceptance.add(expected.tested, expected.accepted, _SPAN_KEEP)
-            rate = None if expected.alpha is None else self._rate(pool, Acceptance(1.0), expected.alpha, context)
+            alpha = expected.alpha
+            rate = None if alpha is None else self._rate(pool, of_class.adapter, Acceptance(1.0), alpha, context)
             if rate is not None:
                 goodputs[pool] = rate
         of_class.hedge.observe(goodputs)
@@ -258,9 +272,11 @@ class RoutingTable:
         if num_new_tokens and score.forward_s:
             self._prefill_s[pool].observe(score.forward_s / num_new_tokens)
 
-    def alpha(self, pool: str) -> float | None:
-        """Return a pool's acceptance over all classes; None before the first span."""
-        shown = [of_class.pools[pool].acceptance for of_class in self._classes.values() if pool in of_class.pools]
+    def alpha(self, pool: str, adapter: str = "") -> float | None:
+        """Return a pool's acceptance over all classes of an adapter, "" for the base model; None before the first
+        span."""
+        classes = [of_class for of_class in self._classes.values() if of_class.adapter == adapter]
+        shown = [of_class.pools[pool].acceptance for of_class in classes if pool in of_class.pools]
         num_tested = sum(acceptance.num_tested for acceptance in shown)
         return sum(acceptance.num_accepted for acceptance in shown) / num_tested if num_tested else None
 
@@ -282,25 +298,35 @@ class RoutingTable:
 
     def _of(self, request_class: str) -> _Class:
         if request_class not in self._classes:
-            self._classes[request_class] = _Class()
+            self._add(request_class, "")
         return self._classes[request_class]
 
-    def _alpha_of(self, pool: str) -> float:
-        stats = self._pool_stats.get(pool)
-        return stats.alpha if stats is not None else _PRIOR_ALPHA
+    def _add(self, request_class: str, adapter: str) -> None:
+        """Add a class; the first one of an adapter takes the place of those of adapters that are no longer served."""
+        if not self._num_classes(adapter):
+            kept = {name: each for name, each in self._classes.items() if self._pools.serves(each.adapter)}
+            self._classes = {name: each for name, each in self._classes.items() if not each.adapter} | kept
+        self._classes[request_class] = _Class(adapter)
 
-    def _rate(self, pool: str, acceptance: Acceptance, alpha: float, context: float) -> float | None:
-        measured = [stats for stats in self._pool_stats.values() if stats.verify_time.is_measured]
-        draft_s = self._draft_s(pool)
-        if not measured or draft_s is None:
+    def _num_classes(self, adapter: str) -> int:
+        return sum(of_class.adapter == adapter for of_class in self._classes.values())
+
+    def _rate(self, pool: str, adapter: str, acceptance: Acceptance, alpha: float, context: float) -> float | None:
+        draft_s, times = self._draft_s(pool, adapter), self._times(adapter) or self._times("")
+        if times is None or draft_s is None:
             return None
-        times = max(measured, key=lambda stats: stats.num_rounds)
         return best_gamma(times, acceptance, alpha, context, self._pools.max_gamma, draft_s).rate
 
-    def _draft_s(self, pool: str) -> Callable[[float, float], float] | None:
+    def _times(self, adapter: str) -> DraftPoolStats | None:
+        """Return the statistics that know the times of rounds best; None while none knows them."""
+        all_stats = self._pool_stats.of_adapter(adapter).values()
+        measured = [stats for stats in all_stats if stats.verify_time.is_measured]
+        return max(measured, key=lambda stats: stats.num_rounds, default=None)
+
+    def _draft_s(self, pool: str, adapter: str) -> Callable[[float, float], float] | None:
         """Return the seconds that a pool's drafts take, measured or as its replicas report; None while unknown."""
-        stats = self._pool_stats.get(pool)
-        if stats is not None and stats.draft_wait.is_measured:
-            return stats.draft_wait.predict
+        for stats in (self._pool_stats.get(pool, adapter), self._pool_stats.get(pool)):
+            if stats is not None and stats.draft_wait.is_measured:
+                return stats.draft_wait.predict
         step = self._step_s.get(pool)
         return None if step is None else lambda num_tokens, _: step.value * num_tokens

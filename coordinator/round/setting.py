@@ -36,6 +36,10 @@ class RoundSetting:
     """Form of the output; its identity is `filters.constraint_id`."""
     is_timed: bool = False
     """True if each round records a timeline."""
+    adapter: str = ""
+    """Name of the target's adapter; "" for none."""
+    adapter_fingerprint: str = ""
+    """Fingerprint of the target model with that adapter. What is learned about drafts is kept apart for each."""
 
     draw_rule: DrawRule = field(init=False)
     answers_choices: bool = field(init=False)

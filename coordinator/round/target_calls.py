@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from coordinator.replicas.placement import SessionReplicas
 from coordinator.replicas.replica import TargetReplica
-from coordinator.round.answers import check_verification, ends_the_request, target_fault
+from coordinator.round.answers import check_verification, ends_the_request, lost_adapter, target_fault
 from coordinator.round.draft_calls import Draft
 from coordinator.round.session_calls import SessionCalls
 from coordinator.round.setting import RoundSetting
@@ -231,7 +231,9 @@ class TargetCalls:
             raise failure
         _log.warning("target replica %s failed to verify: %s", replica.address, error)
         replica.note_failure(error)
-        if error.reason == "REPLICA_UNAVAILABLE":
+        if lost_adapter(failure):
+            replica.on_doubt()
+        elif error.reason == "REPLICA_UNAVAILABLE":
             replica.fail(error)
         elif error.reason == "DRAINING":
             replica.note_draining()

@@ -2,7 +2,8 @@
 
 A class consists of the request's task label, or of the kind of its prompt if it has no label; of the mode; and of a
 band of temperature, because acceptance depends on both. The kind of a prompt is derived from its last part by two
-counts: how much of it repeats, and how much of it is punctuation that occurs in code rather than in prose. Tenants
+counts: how much of it repeats, and how much of it is punctuation that occurs in code rather than in prose. Requests
+with an adapter of the target have classes of their own, since the same drafts hit its text less often or more. Tenants
 share the classes, which hold counts and times and no text; only the coordinator's own tenant is shown their names.
 """
 
@@ -28,7 +29,7 @@ _CODE = frozenset("(){}[]<>=_;:+*/\\#&|!@$%^~`")
 _CODE_SHARE = 0.05
 
 
-def class_of(task: str, kind: str, mode: Mode, filters: SamplingFilters) -> str:
+def class_of(task: str, kind: str, mode: Mode, filters: SamplingFilters, adapter: str = "") -> str:
     """Return the name of the class, which is also displayed, such as `code/rejection/greedy`.
 
     Args:
@@ -36,9 +37,10 @@ def class_of(task: str, kind: str, mode: Mode, filters: SamplingFilters) -> str:
         kind: kind of its prompt, if it has no label.
         mode: speculation mode of the request.
         filters: sampling filters of the request.
+        adapter: label of the target's adapter; "" for none.
     """
     label = "".join(character if character.isprintable() else "?" for character in task)  # terminals display it
-    return f"{label or kind}/{mode.name.lower()}/{_band(filters)}"
+    return "/".join([label or kind, mode.name.lower(), _band(filters), *([adapter] if adapter else [])])
 
 
 def kind_of(token_ids: TokenIds, text: str) -> str:

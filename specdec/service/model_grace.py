@@ -1,10 +1,11 @@
 """The time for which a target that leaves still answers the turns of its model.
 
-Only a replica of the same model can continue a turn. The last one that leaves, as in an update to another model, would
-end all turns of its model in the middle. So it stays while such turns are open, at most for a grace time, and takes no
-new sessions meanwhile. Where another registered replica serves the model, the turns continue there, and it goes at
-once. Where no coordinator is registered, as when the whole system stops, it waits for turns that run and not for those
-that were interrupted. Called by `lifecycle`; `replica_main` builds it.
+Only a replica of the same model can continue a turn, and of an adapter only one that has it too. The last one that
+leaves, as in an update to another model, would end all turns of its model in the middle. So it stays while such turns
+are open, at most for a grace time, and takes no new sessions meanwhile. Where other registered replicas serve the model
+with all its adapters, the turns continue there, and it goes at once. Where no coordinator is registered, as when the
+whole system stops, it waits for turns that run and not for those that were interrupted. Called by `lifecycle`;
+`replica_main` builds it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ModelGrace:
         began_s, has_logged, own = time.monotonic(), False, self._describe()
         while (waited_s := time.monotonic() - began_s) < self._grace_s:
             others = await self._registered(own.role)
-            if any(other.model_fingerprint == own.model_fingerprint for other in others):
+            if own.models.keys() <= {fingerprint for other in others for fingerprint in other.models}:
                 return
             num_open = await self._num_open()
             if not num_open and (not others or waited_s >= _KNOWN_AFTER_S):

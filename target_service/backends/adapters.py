@@ -75,11 +75,13 @@ class Adapters:
         """Adapters by the names under which requests select them."""
         self._warned: set[str] = set()
         self._refreshing: asyncio.Task[None] | None = None
+        self._doubt = asyncio.Event()
+        """Set when an adapter was found to be gone or exchanged."""
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of the adapters that the server has now, by fingerprint."""
-        return {model.fingerprint: name for name, (_, model) in self._served.items() if not model.has_changed}
+        """Names of the adapters by fingerprint, as the server last listed them."""
+        return {model.fingerprint: name for name, (_, model) in self._served.items()}
 
     def model_of(self, fingerprint: str) -> PinnedModel:
         """Return the model with a fingerprint, "" for the one without an adapter.
@@ -102,6 +104,7 @@ class Adapters:
             yield model
         except Internal:
             if fingerprint and model.has_changed:
+                self._doubt.set()
                 self.model_of(fingerprint)  # raises
             raise
 
@@ -139,24 +142,31 @@ class Adapters:
     async def refresh(self) -> None:
         """Read the server's list: stop serving adapters that are gone, and serve new ones. Raises SpecdecError."""
         listed = self._select(await self._list())
-        for name, (known, model) in list(self._served.items()):
-            if model.has_changed or listed.get(name) != known:
-                del self._served[name]
-                _log.warning("adapter %s is no longer served: url=%s", name, self._url)
+        for name in [name for name in self._served if name not in listed]:
+            self._drop(name)
         for name, adapter in listed.items():
-            if name in self._served:
+            known, model = self._served.get(name, (None, None))
+            if known == adapter and model is not None and not model.has_changed:
                 continue
-            if problem := self._problem_of(name):
+            if model is None and (problem := self._problem_of(name)):
                 self._warn_once(problem)
                 continue
             try:
                 await self._add(name, adapter)
             except (Refused, SpecdecError) as error:
                 self._warn_once(f"adapter {name} cannot be served: {error}")
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        if self._served.pop(name, None):
+            _log.warning("adapter %s is no longer served: url=%s", name, self._url)
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(REFRESH_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_S):
+                    await self._doubt.wait()
+            self._doubt.clear()
             try:
                 await self.refresh()
             except SpecdecError as error:  # the calls of sessions tell what is wrong, and when it is over

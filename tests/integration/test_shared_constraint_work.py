@@ -159,5 +159,5 @@ async def test_a_resumption_with_a_constraint_is_refused() -> None:
         coordinator = await rig.coordinator()
         await coordinator.generate(request(constraint=Constraint.choice(["ab"]), session_id="s"))
         asked = request(None, session_id="s", resume_from=0, constraint=Constraint.choice(["b"]))
-        with pytest.raises(grpc.aio.AioRpcError, match="resume_from must come without constraint and tools"):
+        with pytest.raises(grpc.aio.AioRpcError, match="resume_from must come without constraint, tools and adapter"):
             await coordinator.generate(asked)

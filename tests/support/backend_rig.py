@@ -62,9 +62,9 @@ async def start_backend(url: str, model: Path | str, backend: str, **options: ob
 
 @asynccontextmanager
 async def backend_system(
-    backend: str, options: EngineOptions | None = None, *, draft_salt: int = 1
+    backend: str, options: EngineOptions | None = None, *, draft_salt: int = 1, routes: bool = False
 ) -> AsyncIterator[BackendSystem]:
-    """Run a system whose target is a backend."""
+    """Run a system whose target is a backend; `routes`: two draft pools, among which requests are routed."""
     async with (
         EngineServer(table_model(), options) as server,
         Rig(targets=0, drafts=0, write_checkpoint=write_checkpoint, vocabulary="") as rig,
@@ -72,4 +72,6 @@ async def backend_system(
         vocabulary = rig.tokenizer.fingerprint
         target = await start_backend(server.url, rig.directory, backend)
         rig.services += [target, await start_service(DRAFT, salt=draft_salt, vocabulary=vocabulary)]
-        yield BackendSystem(rig, await rig.coordinator(), server, target)
+        if routes:
+            rig.services.append(await start_service(DRAFT, salt=draft_salt + 1, pool="other", vocabulary=vocabulary))
+        yield BackendSystem(rig, await rig.coordinator(routes=routes), server, target)

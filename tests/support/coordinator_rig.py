@@ -357,6 +357,7 @@ def request(
     resume_from: int | None = None,
     provenance: bool = False,
     constraint: Constraint | None = None,
+    adapter: str | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """A request of token ids, greedy and 24 tokens long unless said otherwise."""
@@ -370,6 +371,7 @@ def request(
         resume_from=resume_from,
         return_provenance=provenance,
         constraint=None if constraint is None else encode_constraint(constraint),
+        adapter=adapter,
     )
 
 

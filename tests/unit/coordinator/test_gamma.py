@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coordinator.round.gamma import FIRST_GAMMA, LEAST_TOKENS_PER_PROBE, MOST_TOKENS_PER_PROBE, GammaChooser
-from coordinator.round.pool_stats import DraftPoolStats, RoundTimes
+from coordinator.round.pool_stats import DraftPoolStats, PoolStatsTable, RoundTimes
 from tests.support.expectation import expected_tokens_per_round
 
 MAX_GAMMA = 8
@@ -111,6 +111,24 @@ def chosen(chooser: GammaChooser, world: World, alpha: float, rounds: int, *, se
 def test_a_fixed_gamma_is_lowered_only_by_the_limit() -> None:
     fixed = one(fixed=5)
     assert [fixed.choose(limit) for limit in (9, 5, 3, 0)] == [5, 5, 3, 0]
+
+
+def test_drafts_stop_for_an_adapter_that_they_seldom_hit_and_go_on_for_the_base_model() -> None:
+    world, table = World(draft_step_s=0.01), PoolStatsTable()
+    base, sql = one(table.of("draft")), one(table.of("draft", "sql"))
+    for _ in range(10):
+        of_base, of_sql = chosen(base, world, 0.9, 60), chosen(sql, world, 0.05, 60)
+    assert min(of_base) >= 2
+    assert np.mean(of_sql) < 0.2
+
+
+def test_statistics_of_adapters_that_are_no_longer_served_make_room_for_new_ones() -> None:
+    served = {"a", "b"}
+    table = PoolStatsTable(served.__contains__)
+    kept = {adapter: table.of("draft", adapter) for adapter in ("", "a", "b")}
+    served.remove("a")
+    table.of("draft", "c")
+    assert [table.get("draft", adapter) for adapter in kept] == [kept[""], None, kept["b"]]
 
 
 def test_the_first_round_requests_a_few_tokens() -> None:

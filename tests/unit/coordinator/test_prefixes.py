@@ -49,6 +49,17 @@ async def held(prefixes: Prefixes, num_tokens: int, hash_at: Callable[[int], byt
     return await prefixes.answer(prefixes.look_up(DEFAULT_TENANT, num_tokens, hash_at))
 
 
+async def test_prefixes_of_an_adapter_are_found_for_it_alone(store: RedisSessionStore) -> None:
+    prefixes, tokens = Prefixes(store.prefixes()), ChainHasher(range(1, 1_001))
+    for adapter, holder in (("", "base"), ("a" * 32, "first"), ("b" * 32, "second")):
+        prefixes.note(DEFAULT_TENANT, tokens.at, {holder: 1_000}, adapter)
+    await settled(prefixes)
+    found = {}
+    for adapter in ("", "a" * 32, "b" * 32, "c" * 32):
+        found[adapter[:1]] = await prefixes.answer(prefixes.look_up(DEFAULT_TENANT, 1_000, tokens.at, adapter))
+    assert found == {"": {"base": 992}, "a": {"first": 992}, "b": {"second": 992}, "c": {}}
+
+
 async def test_a_prefix_that_two_prompts_share_is_found_at_the_longest_noted_length(
     store: RedisSessionStore,
 ) -> None:

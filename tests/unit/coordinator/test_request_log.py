@@ -82,6 +82,13 @@ def test_the_form_of_an_output_survives_the_store() -> None:
         decode_parameters(json.dumps(stored))
 
 
+def test_an_adapter_survives_the_store_and_no_older_version_goes_on_without_it() -> None:
+    kept = replace(parameters(), adapter="sql")
+    assert decode_parameters(encode_parameters(kept)) == kept
+    assert json.loads(encode_parameters(kept))["sampling"]["adapter"] == "sql"  # which older versions refuse
+    assert "adapter" not in encode_parameters(parameters())
+
+
 def test_statistics_survive_the_store_and_missing_counters_are_zero() -> None:
     stats = RequestStats(num_rounds=3, accepted_per_position=[2, 1], ttft_s=0.25, wire_bytes=2**40)
     assert decode_stats(encode_stats(stats)) == stats

@@ -85,6 +85,19 @@ async def test_it_goes_at_once_where_another_replica_serves_its_model(registry: 
     assert not await is_waiting(registry, one_turn())
 
 
+async def test_it_goes_at_once_where_others_together_serve_its_model_with_all_its_adapters(
+    registry: ReplicaRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(OWN, adapter_names=("sql", "tone"), adapter_fingerprints=("1", "2"))
+    monkeypatch.setattr(f"{__name__}.OWN", own)
+    sql = replace(own, replica_id="sql", incarnation="sql", adapter_names=("sql",), adapter_fingerprints=("1",))
+    await register(registry, COORDINATOR, own, sql)
+    assert await is_waiting(registry, one_turn())
+    tone = replace(own, replica_id="tone", incarnation="tone", adapter_names=("tone",), adapter_fingerprints=("2",))
+    await register(registry, COORDINATOR, own, sql, tone)
+    assert not await is_waiting(registry, one_turn())
+
+
 async def test_it_stays_until_coordinators_know_where_they_may_choose_another_model(registry: ReplicaRegistry) -> None:
     await register(registry, COORDINATOR, OWN, replace(OWN, incarnation="new", model_fingerprint="new"))
     assert await waited_s(registry, OpenTurns()) >= 2.0
