@@ -21,7 +21,7 @@ from gateway.outputs import Event
 from gateway.schemas.common import StreamOptions
 from gateway.sse import DONE, encode_event
 from gateway.usage import finish_reason_of, metrics_object, usage_object, usage_of, warnings_of
-from specdec.client import Chunk, Completion, TokenDetail
+from specdec.client import AsyncStream, Chunk, Completion, TokenDetail
 from specdec.contract.errors import SpecdecError
 from specdec.contract.tools import AnswerText, OutputPart, ReasoningText
 from specdec.contract.types import TokenSource
@@ -139,16 +139,16 @@ class ChunkEncoder(ABC):
         return encode_event(f"{output.head}{choice}}}]{extra}}}", event_id=event_id)
 
     def _head_of(self, event: Event) -> str:
-        fields = self._fields(event.stream.target_fingerprint) | {"session_id": event.stream.session_id}
+        fields = self._fields(event.stream) | {"session_id": event.stream.session_id}
         return f'{_json(fields)[:-1]},"choices":[{{"index":{event.index},'
 
-    def _fields(self, fingerprint: str) -> dict[str, Any]:
+    def _fields(self, output: AsyncStream | Completion | None) -> dict[str, Any]:
         return {
             "id": self._options.answer_id,
             "object": self.object_name,
             "created": self._options.created,
-            "model": self._options.model,
-            "system_fingerprint": fingerprint[:FINGERPRINT_CHARS],
+            "model": (output.adapter if output else "") or self._options.model,
+            "system_fingerprint": output.target_fingerprint[:FINGERPRINT_CHARS] if output else "",
         }
 
     def _first_text(self, index: int) -> str:
@@ -168,7 +168,7 @@ class ChunkEncoder(ABC):
 
     def _usage_event(self) -> bytes:
         completions = self._completions()
-        fields = self._fields(completions[0].target_fingerprint if completions else "")
+        fields = self._fields(completions[0] if completions else None)
         fields |= {"choices": [], "usage": usage_of(completions, self._options.outputs_per_prompt)}
         return encode_event(_json(fields | self._metrics(completions)))
 

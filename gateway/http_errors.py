@@ -56,6 +56,7 @@ _PARAMS = {
     "text": "prompt",
     "token_ids": "tokens",
     "resume_from": "Last-Event-ID",
+    "adapter": "model",
     "messages.template_arguments_json": "chat_template_kwargs",
     "tools.definitions": "tools",
     "tools.choice": "tool_choice",

@@ -37,7 +37,7 @@ def message_object(
         completion: the output.
         stop_sequence: text before which the output ended; None for another end.
     """
-    message = _started(message_id, model) | _ending(completion, stop_sequence)
+    message = _started(message_id, completion.adapter or model) | _ending(completion, stop_sequence)
     message |= {
         "content": [_block(item) for item in items_of(completion)],
         "usage": _usage(completion),
@@ -89,7 +89,10 @@ class MessageEvents:
 
     def _beginning(self, event: Event) -> bytes:
         usage = {"input_tokens": event.stream.num_prompt_tokens, "output_tokens": 0}
-        message = _started(self._message_id, self._model) | {"session_id": event.stream.session_id, "usage": usage}
+        message = _started(self._message_id, event.stream.adapter or self._model) | {
+            "session_id": event.stream.session_id,
+            "usage": usage,
+        }
         return _event("message_start", message=message) + _event("ping")
 
     def _told(self, piece: Piece) -> bytes:

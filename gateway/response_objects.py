@@ -82,6 +82,7 @@ class ResponseShape:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self.items(completion),
             "usage": _usage(completion),
+            "model": completion.adapter or self.model,
             "session_id": completion.session_id,
             "system_fingerprint": completion.target_fingerprint[:FINGERPRINT_CHARS],
         }

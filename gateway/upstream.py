@@ -47,19 +47,33 @@ class Served:
     """Sampling parameters that the model recommends; empty if they are turned off."""
     info: ServerInfo
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that are models of their own; a name of the model itself always means the model."""
+        return tuple(dict.fromkeys(each.name for each in self.info.adapters if each.name not in self.names))
+
     def require(self, model: str | None) -> str:
         """Return the model's name in answers to a request that names `model`.
 
         Raises:
             NotFound: the request names another model.
         """
-        if model is None or model in self.names:
+        if self.has(model):
             return model or self.names[0]
         raise NotFound(
-            f"the model {model[:128]!r} does not exist; this server has {', '.join(self.names)}",
+            f"the model {str(model)[:128]!r} does not exist; this server has "
+            f"{', '.join((*self.names, *self.adapters))}",
             reason="MODEL_NOT_FOUND",
             field="model",
         )
+
+    def has(self, model: str | None) -> bool:
+        """Return whether a request may name `model`."""
+        return model is None or model in self.names or model in self.adapters
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter of a request that names `model`, as `GenerateOptions` has it: "" for the model itself."""
+        return model if model is None or model in self.adapters else ""
 
 
 class _Connection:
@@ -105,6 +119,8 @@ class Upstream:
         self._described_s = 0.0
         """Time of the last description."""
         self._describing: asyncio.Task[None] | None = None
+        self._hidden: set[str] = set()
+        """Adapters that a name of the model hides."""
         self._failure: SpecdecError | None = None
         """Why the last description failed; None if it did not."""
 
@@ -136,14 +152,17 @@ class Upstream:
         client = connection.client if tries_again else connection.prober
         return client.for_tenant(tenant) if tenant else client
 
-    async def served(self) -> Served:
-        """Return what is served, as it was a second ago. Raises SpecdecError while no coordinator answers."""
+    async def served(self, model: str | None = None) -> Served:
+        """Return what is served, as it was a second ago; as it is now, if `model` was no name of it then.
+
+        Raises SpecdecError while no coordinator answers.
+        """
         age_s = time.monotonic() - self._described_s
         if self._served is not None and age_s < _FRESH_S:
             return self._served
         if self._describing is None or self._describing.done():
             self._describing = asyncio.create_task(self._describe(), name="describe upstream")
-        if self._served is None or age_s >= _STALE_S:
+        if self._served is None or age_s >= _STALE_S or not self._served.has(model):
             await asyncio.shield(self._describing)
             if self._failure is not None:
                 raise self._failure
@@ -202,7 +221,18 @@ class Upstream:
         recommended = info.default_sampling if self._settings.generation_config == "on" else {}
         names = self._settings.served_model_name or (_base_name(info.target_model),)
         self._served = Served(names, info.max_context_tokens, MappingProxyType(dict(recommended)), info)
+        self._warn_of_hidden(self._served)
         self._described_s, self._failure = time.monotonic(), None
+
+    def _warn_of_hidden(self, served: Served) -> None:
+        """Log once that a name of the model hides an adapter."""
+        hidden = {each.name for each in served.info.adapters} - {*served.adapters, *self._hidden}
+        self._hidden |= hidden
+        for name in sorted(hidden):
+            _log.warning(
+                "%s names the model and one of its adapters, and requests get the model: give the adapter another name "
+                "(--adapter NAME=%s of the target) or the model (--served-model-name)", name, name
+            )  # fmt: skip
 
     async def _discover(self, registry: ReplicaRegistry) -> None:
         """Follow the registry until cancelled. While it cannot be read, the coordinators found last are used."""

@@ -30,11 +30,12 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=None, responses=ANSWERS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Continue a conversation."""
-        served = await gateway.upstream.served()
+        served = await gateway.upstream.served(body.model)
         model = served.require(body.model)
         body.require_supported()
         client = gateway.client(request)
         options = body.options(served.default_sampling)
+        options["adapter"] = served.adapter_of(body.model)
         options.update(session_options(body.session_id, body.request_id, body.num_outputs))  # type: ignore[typeddict-item]
         limit = body.max_new_tokens
         options["max_new_tokens"] = await room_of(client, served, options) if limit is None else limit
@@ -67,7 +68,7 @@ def _answer(answer_id: str, model: str, body: ChatRequest, completions: Sequence
         "id": answer_id,
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": model,
+        "model": completions[0].adapter or model,
         "system_fingerprint": completions[0].target_fingerprint[:FINGERPRINT_CHARS],
         "session_id": completions[0].session_id,
         "choices": [_choice(index, body, completion) for index, completion in enumerate(completions)],

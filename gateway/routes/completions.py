@@ -30,13 +30,14 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/v1/completions", response_model=None, responses=ANSWERS)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several prompts."""
-        served = await gateway.upstream.served()
+        served = await gateway.upstream.served(body.model)
         model = served.require(body.model)
         body.require_supported()
         client = gateway.client(request)
         prompts = body.prompts()
         num_outputs = len(prompts) * body.num_outputs
         options = body.options(served.default_sampling)
+        options["adapter"] = served.adapter_of(body.model)
         options.update(session_options(body.session_id, body.request_id, num_outputs))  # type: ignore[typeddict-item]
         options["max_new_tokens"] = body.max_new_tokens
         first_texts = [await _text_of(client, prompt) for prompt in prompts] if body.echo else []
@@ -80,7 +81,7 @@ def _answer(
         "id": answer_id,
         "object": "text_completion",
         "created": int(time.time()),
-        "model": model,
+        "model": completions[0].adapter or model,
         "system_fingerprint": completions[0].target_fingerprint[:FINGERPRINT_CHARS],
         "session_id": completions[0].session_id,
         "choices": choices,

@@ -82,28 +82,29 @@ def models_router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/v1/models", response_model=None, responses=ERRORS)
     async def list_models() -> Response:
-        """List the names of the served model."""
+        """List the names of the served model and of its adapters."""
         served = await gateway.upstream.served()
-        return json_response({"object": "list", "data": [_model(name, served) for name in served.names]})
+        names = (*served.names, *served.adapters)
+        return json_response({"object": "list", "data": [_model(name, served) for name in names]})
 
     @routes.get("/v1/models/{model:path}", response_model=None, responses=ERRORS)
     async def retrieve_model(model: str) -> Response:
-        """Describe the served model."""
-        served = await gateway.upstream.served()
+        """Describe the served model, or one of its adapters."""
+        served = await gateway.upstream.served(model)
         return json_response(_model(served.require(model), served))
 
     return routes
 
 
 def _model(name: str, served: Served) -> dict[str, Any]:
-    info = served.info
+    info, is_adapter = served.info, bool(served.adapter_of(name))
     return {
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "specdec",
-        "root": info.target_model,
-        "parent": None,
+        "root": name if is_adapter else info.target_model,
+        "parent": served.names[0] if is_adapter else None,
         "max_model_len": served.max_context_tokens,
         "specdec": {
             "version": info.version,

@@ -25,11 +25,12 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/v1/messages", response_model=None, responses=ANTHROPIC_ANSWERS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Continue a conversation."""
-        served = await gateway.upstream.served()
+        served = await gateway.upstream.served(body.model)
         model = served.require(body.model)
         body.require_supported()
         client = gateway.client(request)
         options = body.options(served.default_sampling)
+        options["adapter"] = served.adapter_of(body.model)
         options.update(session_options(body.session_id, body.request_id, 1))  # type: ignore[typeddict-item]
         outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics, model)
         message_id = f"msg_{uuid.uuid4().hex}"
@@ -45,7 +46,7 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", response_model=None, responses=ANTHROPIC_ERRORS)
     async def count_message_tokens(body: CountTokensRequest, request: Request) -> Response:
         """Return the number of tokens of a conversation."""
-        (await gateway.upstream.served()).require(body.model)
+        (await gateway.upstream.served(body.model)).require(body.model)
         body.require_supported()
         token_ids = await gateway.client(request).tokenize(
             messages=body.conversation(),

@@ -41,22 +41,25 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/v1/responses", response_model=None, responses=ANSWERS)
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Continue a conversation, and keep it for the next turn."""
-        served = await gateway.upstream.served()
+        served = await gateway.upstream.served(body.model)
         model = served.require(body.model)
-        shape = ResponseShape(f"resp_{uuid.uuid4().hex}", model, int(time.time()), body)
         body.require_supported()
         stored, client = _Stored(gateway, request), gateway.client(request)
         previous = None if body.previous_response_id is None else await stored.read(body.previous_response_id)
         messages = [*(cast(Sequence[ChatMessage], previous.messages) if previous else ()), *body.new_messages()]
         if body.store is not False:
             encode_record(ResponseRecord({}, messages, "", 0))  # refuses a conversation that is too large to store
+        last_adapter = None if previous is None else served.adapter_of(previous.answer.get("model"))
+        adapter = last_adapter if body.model is None else served.adapter_of(model)
+        shape = ResponseShape(f"resp_{uuid.uuid4().hex}", adapter or model, int(time.time()), body)
         options = body.options(served.default_sampling)
+        options["adapter"] = adapter
         options["messages"] = [*_instructions(body), *messages]
         options.update(session_options(body.session_id, body.request_id, 1))  # type: ignore[typeddict-item]
         limit = body.max_output_tokens
         options["max_new_tokens"] = await room_of(client, served, options) if limit is None else limit
         continued = None
-        if previous is not None and (session_id := await _session_of(client, previous)):
+        if previous is not None and adapter == last_adapter and (session_id := await _session_of(client, previous)):
             once = gateway.client(request, tries_again=False)
             continued = Continued(once, session_id, previous.num_tokens)
         outputs = Outputs(client, plan([None], 1, options, body.seed), gateway.metrics, model, continued)

@@ -52,7 +52,7 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/tokenize", response_model=None, responses=ERRORS)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the token ids of a text or a conversation, as a new session would hold them."""
-        served = await gateway.upstream.served()
+        served = await gateway.upstream.served(body.model)
         served.require(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", field="prompt")
@@ -71,7 +71,7 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/detokenize", response_model=None, responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""
-        (await gateway.upstream.served()).require(body.model)
+        (await gateway.upstream.served(body.model)).require(body.model)
         text = await gateway.client(request).detokenize(body.tokens, skip_special_tokens=body.skip_special_tokens)
         return json_response({"prompt": text})
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.client import Pool, Route
+from specdec.client import Adapter, Pool, Route
 
 #: Width of a table in a pipe, where no line is cut or folded.
 _PIPE_COLUMNS = 4096
@@ -57,6 +57,11 @@ def pool_acceptance(pool: Pool) -> str:
 def route_acceptance(route: Route) -> str:
     """Return the accepted share of a draft pool for one class of requests, and how it is known."""
     return _acceptance(route.alpha, is_measured=route.share > 0.0)
+
+
+def adapter_acceptance(adapter: Adapter) -> str:
+    """Return the accepted share of the draft pool that drafts for an adapter most."""
+    return _acceptance(adapter.alpha, is_measured=True)
 
 
 def _acceptance(alpha: float | None, *, is_measured: bool) -> str:

@@ -20,7 +20,7 @@ from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import model_name
 from specdec.cli.progress import Waiting
 from specdec.cli.request_flags import add_client_flags, address, connect
-from specdec.client import Client, Promotion, Route, TargetModel
+from specdec.client import Adapter, Client, Promotion, Route, TargetModel
 from specdec.contract.errors import Forbidden, InvalidRequest, NotFound
 
 #: Fewest draft tokens of a score. From there on the standard error of an acceptance rate is below 0.03.
@@ -82,16 +82,18 @@ def _run_target(args: argparse.Namespace) -> int:
     given, share_text = args.target
     share = _read_share(share_text)
     with connect(args) as client:
-        known = client.info().target_models
+        info = client.info()
+        known: list[TargetModel | Adapter] = [*info.target_models, *info.adapters]
         fingerprint = _fingerprint_like(given, known)
         if share is None:
             fingerprint, share = "", 0.0
         models = _as_operator(args, client, lambda operator: operator.promote_target(fingerprint, share))
+        adapters = client.info().adapters if info.adapters else ()
     if args.json:
-        print_json({"target_models": [asdict(model) for model in models]})
+        print_json({"target_models": list(map(asdict, models)), "adapters": list(map(asdict, adapters))})
         return 0
-    for model in models:
-        print(describe_target(model))
+    for line in (*map(describe_target, models), *map(describe_target, adapters)):
+        print(line)
     return 0
 
 
@@ -108,12 +110,12 @@ def _read_share(text: str) -> float | None:
     return share
 
 
-def _fingerprint_like(given: str, known: Sequence[TargetModel]) -> str:
+def _fingerprint_like(given: str, known: Sequence[TargetModel | Adapter]) -> str:
     """Return the only fingerprint that begins with `given`. Raises NotFound for none, InvalidRequest for several."""
     found = [model.fingerprint for model in known if model.fingerprint.startswith(given)]
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(f"{model.fingerprint} ({model_name(model.model)})" for model in known) or "none"
+    listed = ", ".join(f"{model.fingerprint} ({_name_of(model)})" for model in known) or "none"
     if not found:
         raise NotFound(
             f"no target model has a fingerprint that begins with {given[:64]!r}; there are {listed}",
@@ -187,10 +189,15 @@ def _is_known_better(one: Route, other: Route) -> bool:
     return scores[0][0] - scores[1][0] > 2.0 * math.sqrt(variance)
 
 
-def describe_target(model: TargetModel) -> str:
-    """Return the replicas and the share of a target model in one line."""
+def describe_target(model: TargetModel | Adapter) -> str:
+    """Return the replicas and the share of a target model, or of a version of an adapter, in one line."""
     replicas = "1 replica" if model.num_replicas == 1 else f"{model.num_replicas} replicas"
-    return f"{model.fingerprint} {model_name(model.model)}: {replicas}, {model.share:.0%} of the new sessions"
+    sessions = "its new sessions" if isinstance(model, Adapter) else "the new sessions"
+    return f"{model.fingerprint} {_name_of(model)}: {replicas}, {model.share:.0%} of {sessions}"
+
+
+def _name_of(model: TargetModel | Adapter) -> str:
+    return f"adapter {model.name}" if isinstance(model, Adapter) else model_name(model.model)
 
 
 def describe(promotion: Promotion) -> str:

@@ -145,6 +145,8 @@ _REQUEST_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "gamma": {"type": int, "metavar": "G", "help": "draft tokens per round; default: the server's choice"},
     "mode": {"choices": [mode.name.lower() for mode in Mode],
              "help": "acceptance rule; off: without drafts; default: rejection; coupled with --seed"},
+    "adapter": {"metavar": "NAME",
+                "help": "adapter of the target (see specdec status); default: the session's, else the base model"},
     "draft_pool": {"metavar": "POOL", "help": "draft pool (see specdec pools); default: the server's choice"},
     "task": {"metavar": "LABEL", "help": "label of the kind of request, for up --route auto"},
 }  # fmt: skip

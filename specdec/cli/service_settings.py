@@ -61,12 +61,14 @@ class GivenSettings:
     by_set: Mapping[tuple[str, str], Any] = field(default_factory=dict)
 
     def with_flag(self, service: str, name: str, text: str) -> GivenSettings:
-        """Return these settings and one that a flag of `specdec up` gives.
+        """Return these settings and one that a flag of `specdec up` gives; a repeated flag of several texts adds one.
 
         Raises:
             ValueError: the value is refused; the message continues a sentence that begins with the flag.
         """
-        value = checked_value(SETTINGS_TYPES[service], name, text)
+        earlier = self.by_flag.get((service, name))
+        texts = (*earlier, text) if isinstance(earlier, tuple) else (text,)
+        value = checked_value(SETTINGS_TYPES[service], name, ",".join(texts))
         return replace(self, by_flag={**self.by_flag, (service, name): value})
 
     def with_set(self, assignment: str) -> GivenSettings:

@@ -9,15 +9,22 @@ from dataclasses import asdict
 from typing import Any
 
 from specdec.cli.json_output import add_json_flag, print_json
-from specdec.cli.pool_tables import model_name, pool_acceptance, print_table
+from specdec.cli.pool_tables import adapter_acceptance, model_name, pool_acceptance, print_table
 from specdec.cli.promote import describe_target
 from specdec.cli.request_flags import add_client_flags, connect
-from specdec.client import Pool, ServerInfo
+from specdec.client import Adapter, Pool, ServerInfo
 
 _POOL_COLUMNS = dict.fromkeys(("role", "pool", "model", "dtype", "accepted", "draft length"), "left")
 _REPLICA_COLUMNS = {
     **dict.fromkeys(("role", "pool", "replica", "address"), "left"),
     **dict.fromkeys(("sessions", "KV used"), "right"),
+}
+
+
+_ADAPTER_COLUMNS = {
+    **dict.fromkeys(("adapter", "model", "fingerprint"), "left"),
+    **dict.fromkeys(("replicas",), "right"),
+    **dict.fromkeys(("accepted", "draft length"), "left"),
 }
 
 
@@ -45,6 +52,9 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         print()
         for model in info.target_models:
             print(describe_target(model))
+    if info.adapters:
+        print()
+        print_table(_ADAPTER_COLUMNS, list(map(_adapter_row, info.adapters)), environ)
     if not any(pool.role == "target" and pool.replicas for pool in info.pools):
         print("no target replica is alive: requests wait, or fail", file=sys.stderr)
     return 0
@@ -56,7 +66,12 @@ def _pool_row(pool: Pool) -> list[str]:
     return [*row, pool_acceptance(pool), _draft_length(pool)] if pool.role == "draft" else [*row, "", ""]
 
 
-def _draft_length(pool: Pool) -> str:
+def _adapter_row(adapter: Adapter) -> list[str]:
+    row = [adapter.name, model_name(adapter.model), adapter.fingerprint]
+    return [*row, str(adapter.num_replicas), adapter_acceptance(adapter), _draft_length(adapter)]
+
+
+def _draft_length(pool: Pool | Adapter) -> str:
     return "not known yet" if pool.gamma is None else f"{pool.gamma:.1f} tokens/step"
 
 

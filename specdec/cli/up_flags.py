@@ -20,6 +20,7 @@ from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import SIMULATED_PREFIX
 from specdec.settings.draft_specs import EARLY_EXIT, parse_local_drafts
 from specdec.settings.reading import checked_value, flag_of
+from specdec.settings.target import check_adapters
 
 ROLES = ("target", "draft")
 
@@ -64,6 +65,10 @@ def check(args: argparse.Namespace) -> None:
     _check_tls(args)
     if args.settings.value("target", "backend") != "own" and not args.target:
         raise Usage("--backend needs --target with the checkpoint whose tokenizer the engine uses")
+    try:
+        check_adapters(args.settings.value("target", "adapter"), args.settings.value("target", "backend"))
+    except ValueError as error:
+        raise Usage(str(error)) from None
     if args.replicas_target < 1 or (args.replicas_draft or 0) < 0:
         raise Usage("--replicas-target must be at least 1 and --replicas-draft at least 0")
     if args.target and not args.draft and args.replicas_draft:

@@ -73,6 +73,7 @@ _SERVICE_FLAGS = (
     ),
     _ServiceFlag("backend", ("target",)),
     *(_ServiceFlag(f"backend_{name}", ("target",), prefix="Of --backend: ") for name in ("url", "key", "ca", "model")),
+    _ServiceFlag("adapter", ("target",)),
     _ServiceFlag("device", ROLES),
     _ServiceFlag("dtype", ROLES),
     _ServiceFlag("compile_backend", ROLES),

@@ -26,7 +26,7 @@ from specdec.client.results import (
     TopLogprob,
     Usage,
 )
-from specdec.client.server_info import Pool, Promotion, Replica, Route, ServerInfo, TargetModel
+from specdec.client.server_info import Adapter, Pool, Promotion, Replica, Route, ServerInfo, TargetModel
 from specdec.client.sync_client import Client
 from specdec.client.sync_stream import Stream
 from specdec.client.tools import ToolCall
@@ -49,6 +49,7 @@ from specdec.contract.errors import (
 from specdec.contract.tools import AnswerText, ReasoningText, ToolCallDelta
 
 __all__ = [
+    "Adapter",
     "AnswerText",
     "AsyncClient",
     "AsyncStream",

@@ -42,6 +42,9 @@ class GenerateOptions(TypedDict, total=False):
     """Further variables of the chat template, such as `enable_thinking`; JSON values, only with messages."""
     session_id: str | None
     """Session to continue. None: a new session."""
+    adapter: str | None
+    """Name of an adapter that the targets serve (`info().adapters`); "": the base model. None: that of the session, of
+    a new session the base model."""
     expected_session_tokens: int | None
     """Number of tokens that the session must hold before this turn, else SessionLost; 0: the session must be new. A
     client that received the session's last answer sets it by itself."""
@@ -110,7 +113,7 @@ def build_request(prompt: Input, options: GenerateOptions) -> pb.GenerateRequest
     request = pb.GenerateRequest(return_provenance=bool(options.get("provenance")))
     assign(request, "session_id", options.get("session_id") or uuid.uuid4().hex)
     assign(request, "request_id", options.get("request_id") or uuid.uuid4().hex)
-    _assign_given(request, ("expected_session_tokens", "priority"), options)
+    _assign_given(request, ("expected_session_tokens", "priority", "adapter"), options)
     _set_input(request, prompt, options)
     _set_sampling(request.sampling, options)
     _set_speculation(request.speculation, options)

@@ -145,11 +145,13 @@ class Completion:
     """Text that the model wrote before its answer, if the server knows how the model marks it."""
     is_named_call: bool = False
     """True if the request named the tool that the output calls."""
+    adapter: str = ""
+    """Name of the adapter of the target model; "" for none."""
 
     def to_dict(self, *, with_details: bool = False) -> dict[str, Any]:
         """Return the object that `specdec generate --json` prints: the proto's field names, without the target's.
 
-        Warnings are in it only if there are any.
+        Warnings and an adapter are in it only if there are any.
         """
         fields = asdict(self)
         for name in ("details", "target_fingerprint", "target_changed", "constraint_warnings", "is_named_call"):
@@ -157,7 +159,7 @@ class Completion:
         if self.constraint_warnings:
             fields["constraint_warnings"] = list(self.constraint_warnings)
         fields["tool_calls"] = [asdict(call) for call in self.tool_calls]
-        for name in ("tool_calls", "reasoning"):
+        for name in ("tool_calls", "reasoning", "adapter"):
             if not fields[name]:
                 del fields[name]
         fields["token_ids"] = list(self.token_ids)

@@ -89,6 +89,26 @@ class TargetModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that target replicas serve; `generate` selects it by its name."""
+
+    name: str
+    fingerprint: str
+    """Fingerprint of the model that it makes of its base model; two of one name during an update."""
+    model: str
+    """Base model."""
+    num_replicas: int
+    """Number of replicas that take sessions."""
+    share: float
+    """Share of the adapter's new sessions, 0 to 1."""
+    alpha: float | None = None
+    """Recently accepted share of the draft tokens of the pool that drafts for it most; None before the first."""
+    gamma: float | None = None
+    """Draft tokens requested of that pool per round recently, near 0 while drafting gives no speedup; None before the
+    first."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     version: str
     target_model: str
@@ -104,6 +124,8 @@ class ServerInfo:
     """HOST:PORT of the coordinator for operator calls; "" for clients that may not make them."""
     target_models: tuple[TargetModel, ...] = ()
     """Served target models by fingerprint; several during an update, or beside a canary."""
+    adapters: tuple[Adapter, ...] = ()
+    """Served adapters of the target models, by name and fingerprint."""
 
 
 def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
@@ -114,6 +136,7 @@ def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
         promotion=read_promotion(message.promotion) if message.HasField("promotion") else None,
         default_sampling=_read_default_sampling(message.default_sampling),
         target_models=read_target_models(message.target_models),
+        adapters=tuple(read_fields(Adapter, each) for each in message.adapters),
     )
 
 

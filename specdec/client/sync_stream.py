@@ -64,6 +64,11 @@ class Stream(Iterator[Chunk]):
         return self._transcript.target_changed
 
     @property
+    def adapter(self) -> str:
+        """Name of the target model's adapter; "" for none, and before the first chunk."""
+        return self._transcript.adapter
+
+    @property
     def constraint_warnings(self) -> tuple[str, ...]:
         """Demands of a lenient constraint that the output may not follow; empty before the first chunk."""
         return self._transcript.constraint_warnings

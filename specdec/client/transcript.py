@@ -42,6 +42,8 @@ class Transcript:
         self.target_fingerprint = ""
         """Fingerprint of the target model; "" until the server has begun."""
         self.target_changed = False
+        self.adapter = ""
+        """Name of the target model's adapter; "" for none, and until the server has begun."""
         self.constraint_warnings: tuple[str, ...] = ()
         self._sizes = sizes
         self._first = request.resume_from
@@ -101,6 +103,7 @@ class Transcript:
             self.num_prompt_tokens = response.started.num_prompt_tokens
             self.target_fingerprint = response.started.target_fingerprint
             self.target_changed = response.started.target_changed
+            self.adapter = response.started.adapter
             self.constraint_warnings = tuple(response.started.constraint_warnings)
             self._sizes.begin(self.request.session_id, self.request_id)
         if event != "tokens":
@@ -139,4 +142,5 @@ class Transcript:
             tool_calls=calls_of(self._parts),
             reasoning=reasoning_of(self._parts),
             is_named_call=finished is not None and finished.is_named_call,
+            adapter=self.adapter,
         )

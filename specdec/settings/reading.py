@@ -34,6 +34,7 @@ _VALUE_NAMES = {
     "learning-log": "DIR",
     "api-key": "KEY",
     "cors-origin": "ORIGIN",
+    "adapter": "NAME=PATH_OR_ID",
     **dict.fromkeys(("served-model-name", "allowed-host"), "NAME"),
     **dict.fromkeys(("utilization", "share"), "SHARE"),
     "-s": "SECONDS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -47,6 +48,15 @@ _WITHOUT_ADAPTERS = {
 }
 
 
+def check_adapters(adapters: Sequence[str], backend: str) -> None:
+    """Raise ValueError for adapters of a backend that loads none; the message says what serves them."""
+    if adapters and backend not in _ADAPTER_BACKENDS:
+        raise ValueError(
+            f"--adapter {adapters[0]} does not go with --backend {backend}, which loads no adapters: "
+            + _WITHOUT_ADAPTERS[backend]
+        )
+
+
 class TargetSettings(EngineServerSettings):
     """The target service: verifies draft tokens with the model whose output is wanted, in one pass per round."""
 
@@ -62,9 +72,9 @@ class TargetSettings(EngineServerSettings):
     checkpoint whose tokenizer the server uses."""
 
     adapter: AdapterNames = ()
-    """NAME=PATH_OR_ID of an adapter of the server of --backend, such as a LoRA: requests select it by NAME as their
-    model, and the server lists it by its id or by the path that it was loaded from. Repeatable. Unset: every adapter
-    that the server lists, by its id, also one that is loaded later."""
+    """Adapter, such as a LoRA, of the server of --backend: requests select it by NAME as their model, and the server
+    lists it by its id or by the path that it was loaded from. Repeatable. Unset: every adapter that the server lists,
+    by its id, also one that is loaded later."""
 
     local_draft: InTargetDraftSource = ()
     """In-target draft: this replica drafts in the call in which it verifies. early-exit:N (its first N layers with its
@@ -101,11 +111,7 @@ class TargetSettings(EngineServerSettings):
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
-        if self.adapter and self.backend not in _ADAPTER_BACKENDS:
-            raise ValueError(
-                f"--adapter {self.adapter[0]} does not go with --backend {self.backend}, which loads no adapters: "
-                + _WITHOUT_ADAPTERS[self.backend]
-            )
+        check_adapters(self.adapter, self.backend)
         return self
 
     @model_validator(mode="after")

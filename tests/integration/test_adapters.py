@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from specdec.v1 import coordinator_pb2 as pb
 from tests.support.backend_rig import BackendSystem, backend_system, start_backend, table_model
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
 from tests.support.engine_server import EngineOptions, EngineServer
+from tests.support.gateway_rig import RunningGateway, running_gateway
+from tests.support.table_services import text_of
 from tests.support.table_worker import TableWorker
 
 BACKENDS = ("server", "vllm")
@@ -256,3 +259,60 @@ async def test_a_server_that_selects_adapters_after_the_name_of_the_model_gets_t
         output = await system.coordinator.generate(request(adapter="sql"))
         assert output.token_ids == MODELS["sql"].greedy_continuation(PROMPT, 24)
         assert system.server.asked.completions[-1]["model"] == "served:sql"
+
+
+@pytest.fixture
+async def gateway(caplog: pytest.LogCaptureFixture) -> AsyncIterator[RunningGateway]:
+    """A gateway of which one name for the model is that of an adapter too."""
+    async with (
+        backend_system("server", EngineOptions(adapters=adapters("sql", "tone"))) as system,
+        running_gateway(
+            system.coordinator.server.address, served_model_name=("chat", "tone"), redis_url="memory://adapters"
+        ) as running,
+    ):
+        yield running
+
+
+async def test_the_gateway_lists_adapters_as_models_and_answers_under_their_names(
+    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = (await gateway.http.get("/v1/models")).json()["data"]
+    assert [(model["id"], model["parent"]) for model in listed] == [("chat", None), ("tone", None), ("sql", "chat")]
+    assert "tone names the model and one of its adapters, and requests get the model" in caplog.text
+    assert (await gateway.http.get("/v1/models/sql")).json()["root"] == "sql"
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    for name, adapter in (("chat", ""), ("tone", ""), ("sql", "sql")):
+        answer = (await gateway.http.post("/v1/completions", json={**body, "model": name})).json()
+        expected = text_of(MODELS[adapter].greedy_continuation(PROMPT, 12))
+        assert (answer["model"], answer["choices"][0]["text"]) == (name, expected)
+    refused = await gateway.http.post("/v1/completions", json={**body, "model": "law"})
+    assert refused.status_code == 404
+    assert refused.json()["error"]["message"] == "the model 'law' does not exist; this server has chat, tone, sql"
+    sql = {**body, "model": "sql", "session_id": "s"}
+    assert (await gateway.http.post("/v1/completions", json=sql)).status_code == 200
+    unnamed = {**body, "session_id": "s", "stream": True}
+    lines = (await gateway.http.post("/v1/completions", json=unnamed)).text.split("\n\n")
+    assert json.loads(lines[0].split("data: ")[1])["model"] == "sql"
+    other = await gateway.http.post("/v1/completions", json={**sql, "model": "chat"})
+    assert other.status_code == 400
+    assert other.json()["error"]["param"] == "model"
+    messages = [{"role": "user", "content": "w5 w6"}]
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        answer = await gateway.http.post(path, json={"model": "sql", "messages": messages, "max_tokens": 4})
+        assert answer.json()["model"] == "sql"
+
+
+async def test_a_response_goes_on_with_its_adapter_and_another_one_gets_the_whole_conversation(
+    gateway: RunningGateway,
+) -> None:
+    body = {"input": "w5 w6", "max_output_tokens": 4, "temperature": 0}
+
+    async def respond(**fields: object) -> Any:
+        return (await gateway.http.post("/v1/responses", json={**body, **fields})).json()
+
+    first = await respond(model="sql")
+    second = await respond(previous_response_id=first["id"])
+    assert (second["model"], second["session_id"]) == ("sql", first["session_id"])
+    third = await respond(previous_response_id=second["id"], model="chat")
+    assert third["model"] == "chat"
+    assert third["session_id"] != first["session_id"]

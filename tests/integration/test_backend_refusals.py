@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,30 @@ from tests.support.backend_rig import backend_system, settings_of, start_backend
 from tests.support.coordinator_rig import request
 from tests.support.engine_server import EngineOptions, EngineServer
 
+LORAS = EngineOptions(adapters={"sql": table_model(salt=7), "served-too": table_model(salt=8)})
+
 REFUSALS = [
+    ("server", LORAS, {"adapter": ("law=/adapters/law",)}, "lists no adapter /adapters/law; it has sql, served-too"),
+    (
+        "vllm",
+        EngineOptions(),
+        {"adapter": ("law",)},
+        "it has none. Start vLLM with --enable-lora --lora-modules law=PATH",
+    ),
+    ("vllm", LORAS, {"adapter": ("law=served",)}, "adapter: served is the model of .* itself"),
+    (
+        "server",
+        LORAS,
+        {"adapter": ("served=sql",)},
+        "adapter: served is the name of the model itself: give the adapter",
+    ),
+    ("vllm", replace(LORAS, checks_names=False), {}, "answers requests for any model name with one model"),
+    (
+        "server",
+        replace(LORAS, adapters={f"a{number}": table_model() for number in range(65)}),
+        {},
+        "more than 64 adapters",
+    ),
     ("server", EngineOptions(owner="specdec"), {}, "is a gateway of specdec"),
     ("server", EngineOptions(returns_token_ids=False), {}, "returns no token ids"),
     ("server", EngineOptions(text="other words"), {}, "model: .* writes 'other words' where the tokenizer of --model"),

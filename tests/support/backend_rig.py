@@ -18,7 +18,7 @@ from specdec.settings.target import TargetSettings
 from target_service.backends.engine import open_backend_target
 from tests.support.coordinator_rig import Coordinator, Rig
 from tests.support.engine_server import EngineOptions, EngineServer
-from tests.support.table_services import EOS, VOCABULARY, Service, serve_engine, start_service, write_tokenizer
+from tests.support.table_services import EOS, VOCABULARY, Service, serve_engine, start_service, write_chat_tokenizer
 from tests.support.table_worker import TableWorker
 
 CONTEXT_TOKENS = 512
@@ -35,8 +35,8 @@ class BackendSystem:
 
 
 def write_checkpoint(directory: Path) -> None:
-    """Write the tokenizer of the table model and what its configuration says."""
-    write_tokenizer(directory)
+    """Write the tokenizer of the table model, with a chat template, and what its configuration says."""
+    write_chat_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps({"max_position_embeddings": CONTEXT_TOKENS, "eos_token_id": EOS}))
 
 

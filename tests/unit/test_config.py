@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
+from specdec.settings.adapter_specs import AdapterSpec, parse_adapters
 from specdec.settings.addresses import advertised_address, join_address, split_address
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.draft import DraftSettings
@@ -110,6 +111,42 @@ def test_the_removed_backend_is_refused_with_the_one_that_replaces_it(capsys: py
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert "--backend: sglang was removed: use server, which speaks to any OpenAI-style server" in error
+    assert error.count("\n") == 1
+
+
+BACKEND = ["--model", "MODEL", "--backend", "vllm", "--backend-url", "http://127.0.0.1:8000"]
+
+
+def test_adapters_are_named_each_by_a_flag_or_in_one_value() -> None:
+    expected = (AdapterSpec("sql", "/adapters/sql"), AdapterSpec("tone", "tone"))
+    for words in (["--adapter", "sql=/adapters/sql", "--adapter", "tone"], ["--adapter", "sql=/adapters/sql,tone"]):
+        settings = parse_settings(TargetSettings, prog="target", argv=[*BACKEND, *words])
+        assert parse_adapters(settings.adapter) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "M", "--adapter", "sql=PATH"], "--backend own, which loads no adapters: serve it in vLLM"),
+        (
+            ["--model", "M", "--backend", "llama-cpp", "--adapter", "sql"],
+            "--backend llama-cpp, which loads no adapters: start llama.cpp's server with --lora FILE.gguf",
+        ),
+        ([*BACKEND, "--adapter", "a=x", "--adapter", "a=y"], "two adapters are called 'a'"),
+        ([*BACKEND, "--adapter", "a b=x"], "must be NAME=PATH_OR_ID"),
+        ([*BACKEND, "--adapter", "a="], "must state after = how the server lists the adapter"),
+        ([*BACKEND, "--adapter", ",".join(f"a{number}" for number in range(65))], "at most 64 adapters, not 65"),
+    ],
+    ids=lambda value: value[-1][:20] if isinstance(value, list) else None,
+)
+def test_adapters_that_cannot_be_served_are_refused_with_what_would_work(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(TargetSettings, prog="target", argv=argv)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
     assert error.count("\n") == 1
 
 

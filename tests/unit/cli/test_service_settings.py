@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.cli import up_flags
+from specdec.cli import Usage, up_flags
 from specdec.cli.__main__ import build_parser, run
 from specdec.cli.launching import Launcher
 from specdec.cli.service_settings import SETTINGS_TYPES
@@ -69,6 +69,16 @@ def test_every_flag_that_is_a_setting_reaches_its_services() -> None:
     coordinator = settings["coordinator"]
     assert (coordinator.route, coordinator.tenant, coordinator.tokenizer) == ("auto", "t", "tok")
     assert str(coordinator.learning_log) == "logs"
+
+
+def test_every_adapter_of_a_repeated_flag_reaches_the_target() -> None:
+    flags = "--target some/model --draft other --backend vllm --backend-url http://127.0.0.1:1 --adapter sql=PATH --adapter tone"
+    assert settings_of(*flags.split())["target"].adapter == ("sql=PATH", "tone")
+
+
+def test_an_adapter_of_our_own_engine_is_refused_before_anything_starts() -> None:
+    with pytest.raises(Usage, match="--adapter sql=PATH does not go with --backend own, which loads no adapters"):
+        settings_of("--target", "some/model", "--adapter", "sql=PATH")
 
 
 def test_replicas_get_the_files_of_tls_only_where_the_coordinator_connects_with_tls(tmp_path: Path) -> None:
