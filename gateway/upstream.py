@@ -153,7 +153,7 @@ class Upstream:
         return client.for_tenant(tenant) if tenant else client
 
     async def served(self, model: str | None = None) -> Served:
-        """Return what is served, as it was a second ago; as it is now, if `model` was no name of it then.
+        """Return what is served, as it was a second ago; as it is now, if it did not have `model` then.
 
         Raises SpecdecError while no coordinator answers.
         """

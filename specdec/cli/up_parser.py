@@ -245,7 +245,7 @@ def _add_service_flag(parser: argparse.ArgumentParser, each: _ServiceFlag) -> No
     text = each.help or " ".join((info.description or "").split())
     if each.prefix:
         text = each.prefix + text[0].lower() + text[1:]
-    default = each.default or ("" if info.is_required() or info.default in (None, "", False) else str(info.default))
+    default = each.default or ("" if info.is_required() or info.default in (None, "", False, ()) else str(info.default))
     if default:
         text += f" Default: {default}."
     options: dict[str, Any] = {"help": text.replace("%", "%%")}

@@ -43,8 +43,8 @@ _ADAPTER_BACKENDS = ("server", "vllm")
 _WITHOUT_ADAPTERS = {
     "own": "serve it in vLLM (--enable-lora --lora-modules NAME=PATH) and give --backend vllm, or merge it into the "
     "checkpoint (merge_and_unload of PEFT) and name that as the model",
-    "llama-cpp": "start llama.cpp's server with --lora FILE.gguf, which applies it to every request, and give "
-    "--backend server without --adapter, or merge it into the file (llama-export-lora)",
+    "llama-cpp": "merge it into the file (llama-export-lora of llama.cpp) and name that as the model, or serve the "
+    "checkpoint in vLLM (--enable-lora --lora-modules NAME=PATH) and give --backend vllm",
 }
 
 

@@ -199,7 +199,9 @@ class Adapters:
         if name in (self._base.model.name, PurePath(self._base.checkpoint).name):
             return f"{name} is the name of the model itself: give the adapter another one with --adapter NAME={name}"
         if not is_adapter_name(name):
-            return f"{name[:200]!r} is no name for requests: give the adapter another one with --adapter NAME=PATH"
+            return (
+                f"{name[:200]!r} cannot be the name of a model: give the adapter another one with --adapter NAME=PATH"
+            )
         if len(self._served) >= MAX_ADAPTERS:
             return f"{self._url} lists more than {MAX_ADAPTERS} adapters: name those to serve with --adapter NAME"
         return ""

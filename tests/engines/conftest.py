@@ -87,9 +87,9 @@ class VllmServer:
         asked = urllib.request.Request(self.url + "/reset_prefix_cache", method="POST")
         urllib.request.urlopen(asked).close()
 
-    def greedy_continuation(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """Return the server's own greedy tokens."""
-        body = {"model": "target", "prompt": [token_ids], "max_tokens": num_tokens, "temperature": 0}
+    def greedy_continuation(self, token_ids: list[int], num_tokens: int, model: str = "target") -> list[int]:
+        """Return the server's own greedy tokens; `model` may name an adapter."""
+        body = {"model": model, "prompt": [token_ids], "max_tokens": num_tokens, "temperature": 0}
         answer = self.ask("/v1/completions", body | {"return_token_ids": True, "ignore_eos": True})
         own: list[int] = answer["choices"][0]["token_ids"]
         return own

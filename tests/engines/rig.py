@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from itertools import islice
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from bench.systems.real_models import PackagedModel
 from specdec import Client
@@ -58,6 +60,28 @@ def installed(model: PackagedModel) -> Path:
         return model.path()
     except FileNotFoundError as error:
         pytest.skip(str(error))
+
+
+def write_adapter(directory: Path, model: Path, seed: int) -> Path:
+    """Write a LoRA with random weights for the attention of a Llama checkpoint, as PEFT does; return its directory."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, rank, generator = config["hidden_size"], 8, np.random.default_rng(seed)
+    widths = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, num_heads in widths.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            shapes = {"lora_A": (rank, hidden), "lora_B": (num_heads * config["head_dim"], rank)}
+            for part, shape in shapes.items():
+                weights[f"{place}.{part}.weight"] = generator.normal(0.0, 0.05, shape).astype(np.float32)
+    directory.mkdir()
+    save_file(weights, directory / "adapter_model.safetensors")
+    adapter = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), "r": rank,
+        "lora_alpha": 4 * rank, "lora_dropout": 0.0, "bias": "none", "target_modules": sorted(widths),
+    }  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(adapter))
+    return directory
 
 
 def token_ids_of(checkpoint: Path, text: str) -> list[int]:

@@ -20,7 +20,7 @@ from gateway.schemas.messages import MessagesRequest
 from gateway.schemas.responses import ResponseRequest
 from specdec.client import Chunk, Completion, GenerationStats, Usage
 
-STREAM = SimpleNamespace(session_id="s", target_fingerprint="f" * 64, num_prompt_tokens=3)
+STREAM = SimpleNamespace(session_id="s", target_fingerprint="f" * 64, num_prompt_tokens=3, adapter="")
 #: Texts that tokens complete: nothing while a character is not whole, and what JSON and event streams must escape.
 TEXTS = st.lists(st.sampled_from(["", "a", "é", "\n", "\n\n", '"', "\\", "data: x", "😀", "\u2028", "\r"]), max_size=12)
 

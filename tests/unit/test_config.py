@@ -130,7 +130,7 @@ def test_adapters_are_named_each_by_a_flag_or_in_one_value() -> None:
         (["--model", "M", "--adapter", "sql=PATH"], "--backend own, which loads no adapters: serve it in vLLM"),
         (
             ["--model", "M", "--backend", "llama-cpp", "--adapter", "sql"],
-            "--backend llama-cpp, which loads no adapters: start llama.cpp's server with --lora FILE.gguf",
+            "--backend llama-cpp, which loads no adapters: merge it into the file (llama-export-lora",
         ),
         ([*BACKEND, "--adapter", "a=x", "--adapter", "a=y"], "two adapters are called 'a'"),
         ([*BACKEND, "--adapter", "a b=x"], "must be NAME=PATH_OR_ID"),

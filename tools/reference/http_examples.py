@@ -53,7 +53,10 @@ _CHUNK = Chunk(0, (10, 287, 1044), "\nimport sys", _DETAILS, 2)
 _COMPLETION = Completion(
     SESSION, "", _CHUNK.text, _CHUNK.token_ids, "length", Usage(9, 3, 0), _STATS, _DETAILS, _FINGERPRINT
 )
-_STREAM = cast(AsyncStream, SimpleNamespace(session_id=SESSION, num_prompt_tokens=9, target_fingerprint=_FINGERPRINT))
+_STREAM = cast(
+    AsyncStream,
+    SimpleNamespace(session_id=SESSION, num_prompt_tokens=9, target_fingerprint=_FINGERPRINT, adapter=""),
+)
 _INFO = ServerInfo(
     "0.2.0", "models/demo/target", "c1d2", 4096, 2048, 16,
     (

@@ -123,7 +123,7 @@ async def require_tokenizer_of(connection: Connection, model: str, name: str, vo
 
 
 async def listed_model(connection: Connection, served_name: str) -> Mapping[str, Any]:
-    """Return a server's description of the named model, or for "" of the first one that is no adapter.
+    """Return a server's description of the named model, or for "" of the first one that has no parent.
 
     Raises:
         InvalidSetting: the server lists no model, or not this one.
@@ -153,7 +153,7 @@ async def listed_models(connection: Connection) -> list[Mapping[str, Any]]:
     try:
         listed: list[Mapping[str, Any]] = (await connection.ask("/v1/models"))["data"]
         if not all(isinstance(model["id"], str) for model in listed):
-            raise TypeError("the id of a model is no text")
+            raise TypeError("the id of a model must be a text")
         return listed
     except Refused as refusal:
         if refusal.status in (401, 403):

@@ -72,8 +72,11 @@ def test_every_flag_that_is_a_setting_reaches_its_services() -> None:
 
 
 def test_every_adapter_of_a_repeated_flag_reaches_the_target() -> None:
-    flags = "--target some/model --draft other --backend vllm --backend-url http://127.0.0.1:1 --adapter sql=PATH --adapter tone"
-    assert settings_of(*flags.split())["target"].adapter == ("sql=PATH", "tone")
+    flags = "--target some/model --draft other --backend vllm --backend-url http://127.0.0.1:1"
+    assert settings_of(*flags.split(), "--adapter", "sql=PATH", "--adapter", "tone")["target"].adapter == (
+        "sql=PATH",
+        "tone",
+    )
 
 
 def test_an_adapter_of_our_own_engine_is_refused_before_anything_starts() -> None:
