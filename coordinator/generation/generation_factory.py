@@ -91,8 +91,9 @@ class GenerationFactory:
         key = turn.lease.key
         self._interrupted.note_started(key, turn.identity.request_id)
         note_interrupted = partial(self._interrupted.note, key, turn.identity)
-        model = self._pools.model_info(turn.identity.parameters.target_fingerprint).model
-        trace = begin_request_trace(prepared, PurePath(model).name)
+        parameters = turn.identity.parameters
+        model = parameters.adapter or PurePath(self._pools.model_info(parameters.target_fingerprint).model).name
+        trace = begin_request_trace(prepared, model)
         account = Account(
             turn.identity,
             prepared.stats,

@@ -311,6 +311,7 @@ class Replica(Generic[LinkT]):
         self._is_refusing = self._is_refusing and info.draining and info.incarnation == self.incarnation
         self.info = info
         self.link.transports.unix_socket = info.unix_socket
+        self.link.leave_models(info.models)
         self.is_alive = True
         self._is_refused = False
         self._new_sessions = 0

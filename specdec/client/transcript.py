@@ -19,7 +19,7 @@ from specdec.client.results import (
 )
 from specdec.client.sessions import SessionSizes
 from specdec.client.tools import calls_of, reasoning_of
-from specdec.contract.errors import Internal, PartialOutput
+from specdec.contract.errors import Internal, PartialOutput, Unsupported
 from specdec.contract.tools import OutputPart
 from specdec.v1 import coordinator_pb2 as pb
 
@@ -87,6 +87,7 @@ class Transcript:
 
         Raises:
             Internal: the message belongs to another request, skips tokens, or splits a chunk that the caller has.
+            Unsupported: the server ignores the request's adapter.
         """
         event = response.WhichOneof("event")
         if event == "finished":
@@ -104,6 +105,8 @@ class Transcript:
             self.target_fingerprint = response.started.target_fingerprint
             self.target_changed = response.started.target_changed
             self.adapter = response.started.adapter
+            if self.request.adapter not in ("", self.adapter):
+                raise Unsupported("the coordinator is older than adapters and ignores them: update it", field="adapter")
             self.constraint_warnings = tuple(response.started.constraint_warnings)
             self._sizes.begin(self.request.session_id, self.request_id)
         if event != "tokens":

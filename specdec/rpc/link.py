@@ -176,6 +176,12 @@ class Link(Generic[RequestT, ReplyT]):
         """True if no streamed call but runs waits for an answer."""
         return all(stream.has_only_runs for stream in self._streams.values())
 
+    def leave_models(self, served: Collection[str]) -> None:
+        """Close idle streams of models that the replica does not serve any more; `served` are the fingerprints."""
+        for model, stream in self._streams.items():
+            if model and model not in served and stream.oldest_pending is None:
+                stream.break_off(f"{self.address}: the replica does not serve this model any more")
+
     def break_off(self, reason: str) -> None:
         """Fail every pending streamed call with Unavailable, at once; the next call opens another stream."""
         for stream in self._streams.values():

@@ -173,8 +173,10 @@ class Adapters:
                 _log.debug("cannot list adapters: %s", error)
 
     async def _list(self) -> list[_Listed]:
-        """Return what the server lists beside the base model."""
+        """Return what the server lists beside the base model; nothing if that is an adapter itself."""
         entries = await listed_models(self._base.model.connection)
+        if any(entry.get("parent") for entry in entries if entry["id"] == self._base.model.name):
+            return []
         return [
             _Listed(entry["id"], str(entry.get("parent") or ""), str(entry.get("root") or ""))
             for entry in entries

@@ -253,6 +253,13 @@ async def test_adapters_move_to_the_new_base_model_in_a_rollout_and_only_named_o
             assert (moved.started.adapter, begun.started.adapter) == ("sql", "sql")
 
 
+async def test_a_target_whose_model_is_an_adapter_serves_no_others() -> None:
+    async with backend_system("server", EngineOptions(adapters=adapters("sql", "tone"))) as system:
+        alone = await start_backend(system.server.url, system.rig.directory, "server", backend_model="sql")
+        assert alone.engine.info().adapter_names == ()
+        await alone.kill()
+
+
 async def test_a_server_that_selects_adapters_after_the_name_of_the_model_gets_them_so() -> None:
     options = EngineOptions(adapters=adapters("sql"), names_join=True)
     async with backend_system("server", options) as system:

@@ -24,6 +24,7 @@ from specdec.contract.errors import (
     SpecdecError,
     StaleEpoch,
     Unavailable,
+    Unsupported,
 )
 from specdec.contract.types import TokenSource
 from specdec.v1 import coordinator_pb2 as pb
@@ -78,6 +79,16 @@ def test_a_stream_returns_every_chunk_and_then_the_whole_output(run: Run) -> Non
     assert completion.usage.num_output_tokens == 3
     assert completion.session_id == servicer.requests[0].session_id != ""
     assert completion.request_id == servicer.requests[0].request_id != ""
+
+
+def test_an_adapter_that_the_coordinator_does_not_know_is_never_ignored() -> None:
+    """One of an earlier version reads past the field, and would answer with the base model."""
+    server, endpoint = serve(ScriptedCoordinator([lambda r: [started(r), tokens(0, [5]), finished(1)]]))
+    with Client(endpoint) as client:
+        with pytest.raises(Unsupported, match="older than adapters"):
+            client.generate("hello", adapter="sql")
+        assert client.generate("hello", adapter="").token_ids == (5,)
+    server.stop(None)
 
 
 @pytest.mark.parametrize("error", [Unavailable("gone"), LeaseLost("taken"), StaleEpoch("taken")])

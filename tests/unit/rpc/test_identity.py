@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from coordinator.replicas.replica import TARGET
+from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import Unavailable
 from specdec.contract.types import Verification, VerifyRequest
 from specdec.rpc.client import TargetLink
@@ -62,6 +64,34 @@ async def test_the_model_that_is_meant_answers_and_states_its_process() -> None:
         assert incarnation
         assert met == [incarnation] * 2  # once per stream
         assert engine.num_run == 3
+
+
+class WithAdapter(Counting):
+    """An engine with one adapter, which records the models of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: list[str] = []
+
+    def info(self) -> EngineInfo:
+        return replace(super().info(), adapter_names=("sql",), adapter_fingerprints=("sql-model",))
+
+    async def verify(self, request: VerifyRequest, on_step: Any = None) -> Verification:
+        self.models.append(request.model)
+        return await super().verify(request, on_step)
+
+
+async def test_a_stream_for_an_adapter_reaches_the_engine_with_it_and_is_closed_once_the_adapter_is_gone() -> None:
+    engine, met = WithAdapter(), []
+    async with linked(TARGET, engine) as link:
+        link.on_handshake = met.append
+        for model in (MODEL, "sql-model", ""):
+            await link.verify(verification(), model=model)
+        assert engine.models == ["", "sql-model", ""]
+        link.leave_models([MODEL])
+        for model in (MODEL, "sql-model"):
+            await link.verify(verification(), model=model)
+        assert len(met) == 3 + 1
 
 
 async def test_another_model_runs_nothing_and_the_error_names_both_models() -> None:
