@@ -75,6 +75,8 @@ async def pools_of(coordinator: Coordinator) -> set[str]:
         (TARGET, {"local_drafts": ("mtp", "m" * 1_000_000)}),
         (TARGET, {"local_drafts": ("\x07",)}),
         (TARGET, {"local_drafts": tuple(f"p{index}" for index in range(100_000))}),
+        (TARGET, {"adapter_names": ("sql\x1b[31m",), "adapter_fingerprints": ("f",)}),
+        (TARGET, {"adapter_names": ("sql",) * 1_000}),
         (TARGET, {"max_gamma": 0}),
         (TARGET, {"max_context_tokens": 0}),
     ],

@@ -175,7 +175,7 @@ async def test_a_session_whose_adapter_the_server_loses_ends_with_its_name_and_g
     system: BackendSystem,
 ) -> None:
     coordinator, server = system.coordinator, system.server
-    streams, num_tokens = {}, 200
+    streams, num_tokens = {}, 100
     for name in ("sql", "tone"):
         asked = request(session_id=name, adapter=name, gamma=0, max_new_tokens=num_tokens)
         streams[name] = coordinator.stub.Generate(asked)

@@ -27,8 +27,9 @@ ADVICE = {
     "links.",
     "LEASE_LOST": "Another coordinator owns the session now. The Python client resumes there.",
     "METHOD_NOT_ALLOWED": "The path exists for another HTTP method. `/openapi.json` lists both. Over HTTP only.",
-    "MODEL_NOT_FOUND": "The request names a model that this system does not serve. `/v1/models` lists the names; "
-    "`--served-model-name` sets them. Over HTTP only.",
+    "MODEL_NOT_FOUND": "The request names a model or an adapter that this system does not serve. `/v1/models` and "
+    "`specdec status` list the names. `--served-model-name` sets those of the model. Adapters come from the server "
+    "of the targets (`--backend vllm`, `--adapter`).",
     "NOT_FOUND": "Nothing is served at this path. `/openapi.json` lists the paths; the API's begin with `/v1`. "
     "Over HTTP only.",
     "NO_CHAT_TEMPLATE": "The tokenizer has no chat template. Send a prompt instead of messages.",
