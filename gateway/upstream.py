@@ -49,7 +49,7 @@ class Served:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that are models of their own; a name of the model itself always means the model."""
+        """Names of the adapters. A name that the model has too always means the model."""
         return tuple(dict.fromkeys(each.name for each in self.info.adapters if each.name not in self.names))
 
     def require(self, model: str | None) -> str:

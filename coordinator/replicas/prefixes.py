@@ -4,8 +4,7 @@ A prompt's prefixes are looked up and noted at growing lengths: 4 blocks (64 tok
 block. So at least half of a shared prefix is found, which is enough to name the replica; that one finds the whole
 prefix in its own cache. Prefixes below four blocks are not worth a lookup.
 
-KV of a target with an adapter is of no use without it, so the prefixes of each adapter are noted under hashes of their
-own.
+KV that a target computed with an adapter fits that adapter alone, so its prefixes are noted under salted hashes.
 
 No request waits long for the directory. An answer that is late counts as unknown, a note that cannot be written is
 dropped, and placement then works as without a directory. `generation/turn_preparer` looks prefixes up and hands the
@@ -141,7 +140,7 @@ class Prefixes:
 
 
 def _of_adapter(hash_at: Callable[[int], bytes], adapter: str) -> Callable[[int], bytes]:
-    """Return the hashes under which prefixes of an adapter are noted; those of a base model are the tokens' own."""
+    """Return the hashes under which prefixes of an adapter are noted; a base model has the tokens' hashes."""
     if not adapter:
         return hash_at
 

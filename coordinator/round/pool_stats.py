@@ -1,7 +1,7 @@
 """Statistics of a draft pool, from which gamma is chosen: acceptance, forward times, and the price of a row.
 
-Drafts know nothing of the target's adapters, so each adapter has statistics of its own: those of one whose text the
-drafts seldom hit choose fewer draft tokens, or none, and change nothing for the others.
+Drafts know nothing of the target's adapters, so each adapter has separate statistics. If drafts seldom hit its text,
+they choose fewer draft tokens, or none, and requests without the adapter keep theirs.
 
 `gamma` reports rounds and steps of runs, and reads what was learned; `specdec.core.forward_time` fits the times. The
 target counts the rounds of other sessions (`specdec.engine.sessions.concurrent_rounds`).
@@ -181,7 +181,7 @@ class PoolStatsTable:
     """The statistics of all draft pools, apart for each adapter of the target."""
 
     def __init__(self, serves: Callable[[str], bool] = lambda adapter: True) -> None:
-        """`serves`: whether a target serves an adapter; those of others may be forgotten."""
+        """`serves` tells whether a target serves an adapter; statistics of other adapters may be forgotten."""
         self._serves = serves
         self._of_adapters: dict[str, dict[str, DraftPoolStats]] = {"": {}}
 

@@ -302,7 +302,7 @@ class RoutingTable:
         return self._classes[request_class]
 
     def _add(self, request_class: str, adapter: str) -> None:
-        """Add a class; the first one of an adapter takes the place of those of adapters that are no longer served."""
+        """Add a class. The first class of an adapter removes the classes of adapters that are no longer served."""
         if not self._num_classes(adapter):
             kept = {name: each for name, each in self._classes.items() if self._pools.serves(each.adapter)}
             self._classes = {name: each for name, each in self._classes.items() if not each.adapter} | kept

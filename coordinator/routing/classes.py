@@ -2,9 +2,9 @@
 
 A class consists of the request's task label, or of the kind of its prompt if it has no label; of the mode; and of a
 band of temperature, because acceptance depends on both. The kind of a prompt is derived from its last part by two
-counts: how much of it repeats, and how much of it is punctuation that occurs in code rather than in prose. Requests
-with an adapter of the target have classes of their own, since the same drafts hit its text less often or more. Tenants
-share the classes, which hold counts and times and no text; only the coordinator's own tenant is shown their names.
+counts: how much of it repeats, and how much of it is punctuation that occurs in code rather than in prose. Each adapter
+of the target has separate classes, since drafts may hit its text less often. Tenants share the classes, which hold
+counts and times and no text; only the coordinator's own tenant is shown their names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the values of `--adapter`: adapters of a server's model that a target serves under names of its own.
+"""Reads the values of `--adapter`: adapters of a server's model, and the names under which a target serves them.
 
 NAME=PATH_OR_ID     the server lists the adapter as PATH_OR_ID, its id or the path that it was loaded from
 NAME                the server lists it under the same name

@@ -1,10 +1,10 @@
-"""The adapters of a server's model that a target serves, each a model with a fingerprint of its own.
+"""The adapters of a server's model that a target serves, each with a separate fingerprint.
 
-vLLM and other servers list adapters beside the model, as entries with a `parent`, and apply the one that the field
+vLLM and other servers list adapters after the model, as entries with a `parent`, and apply the one that the field
 `model` of a request names. Requests select them here by name (`--adapter`), or by the server's own ids. An adapter is
 identified as the model is, by its continuations of fixed prompts: at the start, when the server lists it anew, and over
 each new connection (`specdec.engine.remote.pinned_model`). One that the server lost, or has exchanged, is no longer
-served under its fingerprint; its sessions wait for it, and those of other adapters go on.
+served under its fingerprint. Its sessions fail until it is back, and all others go on.
 
 Called by `server` and `vllm_backend`.
 """
@@ -171,9 +171,11 @@ class Adapters:
                 await self.refresh()
             except SpecdecError as error:  # the calls of sessions tell what is wrong, and when it is over
                 _log.debug("cannot list adapters: %s", error)
+            except Exception:
+                _log.exception("reading the list of adapters failed: url=%s", self._url)
 
     async def _list(self) -> list[_Listed]:
-        """Return what the server lists beside the base model; nothing if that is an adapter itself."""
+        """Return what the server lists besides the base model; nothing if that is an adapter itself."""
         entries = await listed_models(self._base.model.connection)
         if any(entry.get("parent") for entry in entries if entry["id"] == self._base.model.name):
             return []
@@ -190,7 +192,7 @@ class Adapters:
             return {entry.id: entry for entry in adapters}
         found = {}
         for spec in self._wanted:
-            by_id = [entry for entry in listed if spec.listed in entry.names]
+            by_id = [entry for entry in adapters if spec.listed in entry.names]
             by_path = [entry for entry in adapters if entry.root == spec.listed]
             if entry := next(iter([*by_id, *by_path]), None):
                 found[spec.name] = entry
@@ -211,6 +213,11 @@ class Adapters:
     def _refusal_of(self, spec: AdapterSpec, listed: Sequence[_Listed]) -> str:
         if spec.listed == self._base.model.name:
             return f"adapter: {spec.listed} is the model of {self._url} itself, which requests select without --adapter"
+        if any(spec.listed == entry.id for entry in listed if not entry.parent):
+            return (
+                f"adapter: {self._url} lists {spec.listed} as a model without a parent, not as an adapter: start "
+                f"another target with --backend-model {spec.listed}"
+            )
         names = ", ".join(entry.id for entry in listed if entry.parent) or "none"
         return (
             f"adapter: {self._url} lists no adapter {spec.listed}; it has {names}. Start vLLM with --enable-lora "

@@ -1,4 +1,4 @@
-"""Adapters of an engine's server as models of their own: text, sessions, and what is learned about drafts."""
+"""Adapters of an engine's server are separate models: text, sessions, fronts, and what is learned about drafts."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ async def test_after_a_restart_of_the_server_no_token_of_an_exchanged_adapter_is
 
 
 async def test_adapters_move_to_the_new_base_model_in_a_rollout_and_only_named_ones_are_served() -> None:
-    """The old target serves all adapters of its server, the new one a single one under a name of its own."""
+    """The old target serves all adapters of its server, the new one a single one under another name."""
     async with backend_system("server", EngineOptions(adapters=adapters("sql", "tone"))) as system:
         rig = system.rig
         new_models = {"sql-v2": table_model(salt=11), "tone": table_model(salt=12)}

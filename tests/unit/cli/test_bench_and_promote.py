@@ -101,6 +101,30 @@ def test_a_target_model_is_promoted_by_the_first_characters_of_its_fingerprint(
     assert "abd2 new: 3 replicas, 75% of the new sessions" in capsys.readouterr().out
 
 
+def test_a_version_of_an_adapter_is_promoted_likewise_and_status_lists_adapters(
+    coordinator: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, environ = coordinator(answer)
+    servicer.served.target_models.extend(TARGET_MODELS)
+    versions = [("acc3", 0.5, 0.25), ("acd4", 0.5, None)]
+    servicer.served.adapters.extend(
+        pb.AdapterInfo(
+            name="sql", fingerprint=fingerprint, model="/models/old", num_replicas=1, share=share, alpha=alpha
+        )
+        for fingerprint, share, alpha in versions
+    )
+    assert run(["promote", "--target", "acd", "0.5"], environ) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "acc3 adapter sql: 1 replica, 50% of its new sessions",
+        "acd4 adapter sql: 1 replica, 50% of its new sessions",
+    ]
+    assert servicer.target_shares == [("acd4", 0.5)]
+    assert run(["status"], environ) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("sql")]
+    assert rows[0] == ["sql", "old", "acc3", "1", "25%", "measured", "not", "known", "yet"]
+    assert rows[1][3:] == ["1", *["not", "known", "yet"] * 2]
+
+
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
