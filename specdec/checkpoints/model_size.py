@@ -14,7 +14,8 @@ from pathlib import Path
 from specdec.checkpoints.counts import MOST, MOST_LAYERS, require_count
 from specdec.checkpoints.gguf.file import GgufFile, is_gguf
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.checkpoints.preflight import read_sizes
+from specdec.checkpoints.preflight import read_config, read_sizes, reads_more_than_text
+from specdec.checkpoints.text_weights import is_text_weight
 
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -75,16 +76,25 @@ def model_size(model: str) -> ModelSize:
 
 
 def _counted_parameters(path: Path, model: str) -> int:
-    """Return the number of weights in the files of a model; 0 if there are none or one is unreadable."""
+    """Return the number of weights in the files of a model; 0 if there are none or one is unreadable.
+
+    Of a model that reads more than text, the weights of the text half are counted.
+    """
     if is_gguf(path):
         return GgufFile(path).num_weights
+    directory = locate_checkpoint(model, small_files_only=True)
+    text_only = reads_more_than_text(read_config(model, directory))
     num_weights = 0
-    for path in locate_checkpoint(model, small_files_only=True).glob("*.safetensors"):
+    for path in directory.glob("*.safetensors"):
         try:
             with path.open("rb") as file:
                 num_bytes = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(num_bytes)) if num_bytes <= _MAX_HEADER_BYTES else {}
-            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+            shapes = [
+                entry["shape"]
+                for name, entry in header.items()
+                if name != "__metadata__" and (not text_only or is_text_weight(name))
+            ]
             num_weights += sum(map(prod, shapes))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return 0

@@ -6,23 +6,18 @@ the loaded model and may still refuse a checkpoint that passes here. Called by `
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.gguf.file import is_gguf
 from specdec.checkpoints.locate import locate_checkpoint, require_plain_weights
+from specdec.checkpoints.transformers_tables import default_sizes, known_types
 from specdec.checkpoints.weight_files import require_whole_weights
 from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported
 from specdec.contract.types import BLOCK_TOKENS
-
-_CAUSAL_NAMES = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-_MASKED_NAMES = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
 
 #: Least number of bytes in which a KV cache stores a number.
 _LEAST_KV_NUMBER_BYTES = 2
@@ -54,7 +49,7 @@ def require_servable(model: str, *, flag: str) -> None:
         if path.is_dir():
             if not _has_weights(directory):
                 raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
-            require_whole_weights(model, directory)
+            require_whole_weights(model, directory, text_only=reads_more_than_text(config))
 
 
 def require_kv_room(model: str, kv_cache_bytes: int, *, num_ranks: int, flag: str) -> None:
@@ -122,52 +117,36 @@ def read_sizes(model: str) -> Mapping[str, Any]:
         Unsupported: a GGUF file holds a model that only other engines can run.
     """
     config = model_config(model)
-    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
+    # Nested configurations often state only what differs from their type's defaults.
+    return default_sizes(str(text.get("model_type"))) | tied | text
 
 
 def require_decoder_only(model: str, config: Mapping[str, Any]) -> None:
     """Raise Unsupported if a configuration is not that of a decoder-only language model."""
-    types = _known_types()
+    types = known_types()
     kind = config["model_type"][:64]
     if types is None:  # the loader checks the type
         return
-    if kind not in types[_CAUSAL_NAMES]:
+    if kind not in types.causal | types.image | types.multimodal:
         if "auto_map" in config:
             raise Unsupported(f"model {model!r} needs custom code, which is never run")
         raise Unsupported(f"model {model!r} is of type {kind}, which is not a supported decoder-only language model")
     # A type in both tables is an encoder unless its configuration says `is_decoder`.
-    is_encoder = kind in types[_MASKED_NAMES] and not config.get("is_decoder")
+    is_encoder = kind in types.masked and not config.get("is_decoder")
     if is_encoder or config.get("is_encoder_decoder"):
         raise Unsupported(
             f"model {model!r} is of type {kind}, which is an encoder and not a decoder-only language model"
         )
 
 
-@cache
-def _known_types() -> Mapping[str, frozenset[str]] | None:
-    """Return the model types that transformers has a class for, by task; None if its tables have an unknown form.
-
-    The tables are parsed from the source of transformers, because importing them would import torch, which takes longer
-    than all checks of this module.
-    """
-    package = find_spec("transformers")
-    if package is None or package.origin is None:
-        return None
-    try:
-        source = (Path(package.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-        tables = dict(_tables(ast.parse(source)))
-    except (OSError, ValueError, TypeError, IndexError, SyntaxError):
-        return None
-    return tables if tables.keys() == {_CAUSAL_NAMES, _MASKED_NAMES} else None
-
-
-def _tables(module: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the keys of `NAME = OrderedDict([(key, value), ...])` for both names."""
-    for node in module.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
-            name = node.targets[0].id
-            if name in (_CAUSAL_NAMES, _MASKED_NAMES):
-                yield name, frozenset(key for key, _ in ast.literal_eval(node.value.args[0]))
+def reads_more_than_text(config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is of a model of which only the text half is served."""
+    types = known_types()
+    return types is not None and config["model_type"] in types.image | types.multimodal
 
 
 def _has_weights(directory: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from specdec.checkpoints.text_weights import is_text_weight
 from specdec.contract.errors import InvalidRequest
 
 #: Limit of a safetensors header, set by the format.
@@ -21,17 +22,18 @@ class DamagedHeader(Exception):
     """A file contradicts its header; the message says how."""
 
 
-def require_whole_weights(model: str, directory: Path) -> None:
+def require_whole_weights(model: str, directory: Path, *, text_only: bool = False) -> None:
     """Check the headers of the files that a checkpoint's weights are loaded from.
 
     Args:
         model: name of the checkpoint, as the user gave it.
         directory: its directory.
+        text_only: only the text half is loaded, so files that hold nothing else may be absent.
 
     Raises:
         InvalidRequest: a file is missing or ends before its last tensor. The message has its name and both lengths.
     """
-    for path in safetensors_files(model, directory):
+    for path in safetensors_files(model, directory, text_only=text_only):
         if not path.is_file():
             raise InvalidRequest(f"model {model!r} has no {path.name}, which its {_INDEX} names", field="model")
         try:
@@ -47,14 +49,18 @@ def _require_length(size: int, least: int) -> None:
         raise DamagedHeader(f"it has {size} of {least} bytes")
 
 
-def safetensors_files(model: str, directory: Path) -> list[Path]:
-    """Return the safetensors files that are loaded; the directory may hold others."""
+def safetensors_files(model: str, directory: Path, *, text_only: bool = False) -> list[Path]:
+    """Return the safetensors files that are loaded; the directory may hold others.
+
+    With `text_only`, files that hold no tensor of the text half are left out.
+    """
     if (whole := directory / "model.safetensors").is_file():
         return [whole]
     if not (index := directory / _INDEX).is_file():
         return []
     try:
-        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        stored = json.loads(index.read_bytes())["weight_map"]
+        names = {str(name) for tensor, name in stored.items() if not text_only or is_text_weight(tensor)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidRequest(f"model {model!r} has an unreadable {_INDEX}: {error}", field="model") from error
     return [directory / name for name in sorted(names)]

@@ -11,11 +11,8 @@ import ctypes
 import logging
 import time
 from pathlib import Path
-from typing import cast
-
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.base import ModelShape, Worker
@@ -27,12 +24,14 @@ from specdec.engine.linear.projection import relayout_linears
 from specdec.engine.linear.row_products import RowProjection
 from specdec.engine.load_pipeline import ModelPart, build_worker
 from specdec.engine.local_drafting import LocalDrafting
-from specdec.engine.model.checkpoint_model import load_weights, pick_device, quietly
+from specdec.engine.model.checkpoint_model import has_other_half, pick_device, quietly
 from specdec.engine.model.early_exit import decoder_layers
-from specdec.engine.model.layer_probe import PROBE_NAME, refusing_failures
+from specdec.engine.model.layer_probe import refusing_failures
 from specdec.engine.model.llama_stack import LlamaStack
+from specdec.engine.model.llama_twin import llama_twin
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, TransformersForward
 from specdec.engine.model.self_check import Arithmetic, Reference
+from specdec.engine.model.text_half import make_whole, model_class, read_model
 from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.file_layout import FromFile
 from specdec.engine.native.file_model import FileModel, open_file_model, tell_if_wider
@@ -185,19 +184,18 @@ def _load_model(
     model: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device
 ) -> PreTrainedModel:
     # The class is checked: a model that ignores the setting would run its own attention, without our cache.
-    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    if not model_class._supports_attention_backend:
+    if not model_class(config)._supports_attention_backend:
         raise Unsupported(f"model {model!r} is of type {config.model_type}, whose attention cannot be replaced")
     try:
-        loaded = load_weights(
-            model, AutoModelForCausalLM, directory, config=config, dtype=dtype, trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-        )  # fmt: skip
+        loaded = read_model(model, directory, config, dtype)
     except InvalidRequest:
         # If the class cannot be made even without weights, the checkpoint is not the cause.
-        with refusing_failures(config), quietly(), torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
+        with refusing_failures(config), quietly():
+            make_whole(config)
         raise
     # The decorator that transformers puts on `to` loses `self`.
     placed: PreTrainedModel = loaded.to(device)  # type: ignore[arg-type]
-    return placed
+    if not has_other_half(config):
+        return placed
+    with refusing_failures(config):
+        return llama_twin(placed)

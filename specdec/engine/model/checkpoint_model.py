@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from specdec.checkpoints.generation_config import end_token_ids
@@ -61,9 +61,13 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
             f"model {model!r} has an unreadable config.json: {first_line(error)}", field="model"
         ) from error
     kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if getattr(config, "is_encoder_decoder", False) or not is_known:
         raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model")
-    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    text = config.get_text_config()
+    if getattr(text, "is_encoder_decoder", False):
+        raise Unsupported(f"model {model!r} is of type {kind}, whose text model {text.model_type} has an encoder")
+    layer_types = getattr(text, "layer_types", None) or ()
     if other_layers := set(layer_types) - {"full_attention", "sliding_attention"}:
         layers = ", ".join(sorted(other_layers))
         raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
@@ -72,6 +76,11 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
         require_plain_weights(model, quantisation)
         quantisation["dequantize"] = True
     return config
+
+
+def has_other_half(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration is of a model that reads more than text, such as images."""
+    return type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and config.get_text_config() is not config
 
 
 def _drop_absent_padding(config: PreTrainedConfig) -> None:

@@ -25,7 +25,7 @@ from specdec.engine.model.batch import StepBatch
 from specdec.engine.model.early_exit import EarlyExit
 from specdec.engine.model.llama_shape import LlamaLayer, LlamaNorm, has_qk_norm
 
-_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+LLAMA_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 
@@ -78,7 +78,7 @@ class LlamaStack:
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         """Return whether a model has exactly the shape, to the last parameter, that this stack computes."""
-        if type(model) not in _CLASSES:
+        if type(model) not in LLAMA_CLASSES:
             return False
         allowed = {f"{name}.weight" for name in (*_LINEARS, *_NORMS)} | {f"{name}.bias" for name in _LINEARS}
         for layer in model.model.layers:

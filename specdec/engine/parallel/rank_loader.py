@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.checkpoints.rank_checks import FLAG, require_even_heads, require_even_kv_heads, require_supported
 from specdec.contract.errors import InvalidRequest, Unsupported
@@ -28,15 +28,16 @@ from specdec.contract.version import install_command
 from specdec.engine.base import Worker
 from specdec.engine.cuda_graphs.graph_steps import wants_capture
 from specdec.engine.load_pipeline import ModelPart, build_worker
-from specdec.engine.model.checkpoint_model import load_weights, pick_device
+from specdec.engine.model.checkpoint_model import pick_device
 from specdec.engine.model.layer_probe import ProbedLayer, refusing_failures
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
+from specdec.engine.model.text_half import make_whole, read_model
 from specdec.engine.options import CUDA_GRAPHS, CompileOptions, LoadRequest
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.leader import LeaderWorker
 from specdec.engine.parallel.rank_heartbeat import RankHeartbeat
-from specdec.engine.parallel.sharded_llama import ShardedLlama, make_whole
+from specdec.engine.parallel.sharded_llama import ShardedLlama
 
 
 class TransformersShards:
@@ -54,10 +55,8 @@ class TransformersShards:
         _require_plan(config, ranks.num_ranks)
         from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # lazily exported
 
-        self.model = load_weights(
-            name, AutoModelForCausalLM, directory, config=config, dtype=dtype, trust_remote_code=False,
-            distributed_config=DistributedConfig(tp_size=ranks.num_ranks),
-        )  # fmt: skip
+        distribution = DistributedConfig(tp_size=ranks.num_ranks)
+        self.model = read_model(name, directory, config, dtype, distributed_config=distribution)
         self.num_head_rows = int(self.model.get_output_embeddings().weight.shape[0])
 
     def hold_in_int8(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import embedding
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.checkpoints.rank_checks import FLAG
 from specdec.contract.errors import Unsupported
@@ -26,7 +26,6 @@ from specdec.engine.linear.int8 import hold_in_int8
 from specdec.engine.linear.protocol import AnyProjection
 from specdec.engine.linear.row_products import RowProjection
 from specdec.engine.model.checkpoint_model import load_weights
-from specdec.engine.model.layer_probe import PROBE_NAME
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass
 from specdec.engine.options import CompileOptions
@@ -35,13 +34,6 @@ from specdec.engine.parallel.slices import SliceReader
 from specdec.engine.parallel.splitting import Splitting
 
 _log = logging.getLogger(__name__)
-
-
-def make_whole(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model without weights, for its shape."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
-    return model
 
 
 class ShardedLlama:
@@ -55,7 +47,7 @@ class ShardedLlama:
         Args:
             name: name of the model that the user gave.
             directory: directory of the checkpoint.
-            whole: model as `make_whole` returns it.
+            whole: model as `engine.model.text_half.make_whole` returns it.
             dtype: dtype as `pick_dtype` returns it.
             ranks: group of the ranks that hold the other parts.
 
