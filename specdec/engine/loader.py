@@ -31,7 +31,7 @@ from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.llama_twin import llama_twin
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, TransformersForward
 from specdec.engine.model.self_check import Arithmetic, Reference
-from specdec.engine.model.text_half import make_whole, model_class, read_model
+from specdec.engine.model.text_half import make_whole, read_model, require_own_attention
 from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.file_layout import FromFile
 from specdec.engine.native.file_model import FileModel, open_file_model, tell_if_wider
@@ -183,9 +183,7 @@ class WholeModel(ModelPart):
 def _load_model(
     model: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device
 ) -> PreTrainedModel:
-    # The class is checked: a model that ignores the setting would run its own attention, without our cache.
-    if not model_class(config)._supports_attention_backend:
-        raise Unsupported(f"model {model!r} is of type {config.model_type}, whose attention cannot be replaced")
+    require_own_attention(model, config)
     try:
         loaded = read_model(model, directory, config, dtype)
     except InvalidRequest:

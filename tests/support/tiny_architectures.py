@@ -13,13 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from tests.support.tiny_models import EOS_TOKEN_ID, UNK_TOKEN_ID, save_tokenizer
 
-MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+#: Types of models that read more than text.
+MULTIMODAL_TYPES = frozenset(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+MODEL_TYPES: tuple[str, ...] = tuple(sorted(MULTIMODAL_TYPES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()))
 
 VOCABULARY_SIZE = 96
 CONTEXT = 256
@@ -27,6 +38,8 @@ CONTEXT = 256
 WINDOW = 24
 #: At least two, and one of each kind of layer that the type has by default, within reason.
 _MOST_LAYERS = 4
+#: Configurations that name their sizes in other ways keep more.
+_MOST_WEIGHTS = 5e7
 
 #: The first pattern that a setting's name contains decides; larger numbers are cut to this one.
 _SIZES: tuple[tuple[str, int], ...] = (
@@ -51,10 +64,16 @@ _NOT_SIZES = re.compile(
     r"qk_head_dim|type_vocab|token|multiple|interval_|patch_size|conv|image_size|block_size|chunk_size_lm"
 )
 
+#: Types whose class saves weights under names that it does not read.
+_NOT_READ_BACK = ("shieldgemma2",)
+
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 #: What a type needs beyond smaller numbers.
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32}
+#: Sections of the rotated half of a head of 16 numbers.
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_HALF_MROPE = {"rope_parameters": _MROPE["rope_parameters"] | {"mrope_section": [1, 1, 2]}}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
@@ -66,7 +85,13 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": None, "head_dim": 32},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [96, 96],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+    },
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
+    "gemma4": {"vision_config": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
+                                 "num_attention_heads": 2, "num_key_value_heads": 2}},
     # Half of the layers take the keys and values of the others.
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -75,12 +100,33 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
         "num_kv_shared_layers": 2,
     },
+    "glm4v_moe_text": _HALF_MROPE,
+    "glm4v_text": _MROPE,
+    "glm_ocr_text": _MROPE,
     "granitemoehybrid": _MAMBA,
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     # Published ones have layers of both kinds; the defaults, cut short, need not.
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    # The scale of queries by position begins within the compared tokens.
+    "llama4_text": {"floor_scale": 8, "attn_scale": 0.5},
     "mamba2": {"head_dim": 32},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "mistral4": {"head_dim": 32},
+    "paddleocr_vl_text": _MROPE,
+    "paligemma": {
+        "text_config": {"model_type": "gemma", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 96, "vocab_size": 96,
+                        "max_position_embeddings": 256},
+    },
+    "qwen2_5_omni_text": _MROPE,
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 95},
+    "qwen2_5_vl_text": _MROPE,
+    "qwen2_vl_text": _MROPE,
+    "qwen3_omni_moe_text": _MROPE,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 95},
+    # Its own forward pass has no window.
+    "qwen3_vl_moe_text": {"use_sliding_window": False, "sliding_window": None},
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
     "xmod": {"default_language": "en_XX"},
     "xlnet": {"d_head": 16},
@@ -103,30 +149,55 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 def build_tiny_architecture(model_type: str, directory: Path, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Writes a checkpoint of a random model of `model_type` into `directory`; `changes` are of its configuration.
 
+    Of a model that reads more than text, the checkpoint has only the weights that a text needs.
+
     Returns:
         The model, with eager attention.
 
     Raises:
         CannotBuild: transformers does not make one.
     """
+    if model_type in _NOT_READ_BACK:
+        raise CannotBuild("the model: transformers does not read the weights that it saves")
     config = tiny_config(model_type, **changes)
     torch.manual_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        made_by = AutoModelForMultimodalLM if model_type in MULTIMODAL_TYPES else AutoModelForCausalLM
+        with torch.device("meta"):
+            num_weights = made_by.from_config(config).num_parameters()
+        if num_weights > _MOST_WEIGHTS:
+            raise CannotBuild(f"the model: it keeps {num_weights:.1e} weights")
+        model = made_by.from_config(config, attn_implementation="eager").eval()
         _scale_weights(model, torch.Generator().manual_seed(seed))
         model.generation_config = GenerationConfig(eos_token_id=EOS_TOKEN_ID, do_sample=False)
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, state_dict=_text_half(model) if model_type in MULTIMODAL_TYPES else None)
+    except CannotBuild:
+        raise
     except Exception as error:
         raise CannotBuild(f"the model: {_first_line(error)}") from error
     save_tokenizer(directory, VOCABULARY_SIZE)
     return model
 
 
+def _text_half(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
+    """The weights of the decoder, and those outside of it that the logits of a text depend on; None: no text runs."""
+    try:
+        model(input_ids=torch.arange(2, 32)[None], use_cache=False).logits.sum().backward()
+    except Exception:  # it needs more than a text
+        return None
+    decoder = set(model.get_decoder().parameters())
+    others = {
+        name for name, weight in model.named_parameters() if weight.grad is None and weight not in decoder
+    }
+    model.zero_grad()
+    return {name: weight for name, weight in model.state_dict().items() if name not in others}
+
+
 def _shrink(settings: dict[str, Any], config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """What of a default configuration has to change."""
     changes: dict[str, Any] = {}
     for name, value in settings.items():
-        if name in config_class.sub_configs and isinstance(value, dict) and value["model_type"] in CONFIG_MAPPING:
+        if name in config_class.sub_configs and isinstance(value, dict) and value.get("model_type") in CONFIG_MAPPING:
             changes[name] = _shrink(value, CONFIG_MAPPING[value["model_type"]])
         elif (smaller := _smaller(name, value)) != value:
             changes[name] = smaller

@@ -37,10 +37,13 @@ class AttentionKind:
     softcap: float | None
     has_sinks: bool = False
     """True if every head has an attention sink."""
+    chunk: int | None = None
+    """A token sees itself and the tokens before it in its chunk of this many positions; None: there are no chunks."""
 
     def first_visible(self, position: int) -> int:
         """Return the first position that a query at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+        start = 0 if self.chunk is None else position // self.chunk * self.chunk
+        return start if self.window is None else max(start, position - self.window + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,7 @@ def _build_view(
     lone = members[0] if len(members) == 1 else None
     num_queries = query_positions.shape[1]
     if lone is not None and lone.start == 0 and num_queries > 1:
-        unlimited = kind.window is None or kind.window >= num_queries
+        unlimited = all(limit is None or limit >= num_queries for limit in (kind.window, kind.chunk))
         if unlimited and kind.softcap is None and not kind.has_sinks:
             return None
     first_blocks = [kind.first_visible(piece.start) // BLOCK_TOKENS for piece in members]
@@ -252,6 +255,8 @@ def _build_mask(
     visible = keys <= queries  # [B, Q, L]
     if kind.window is not None:
         visible &= keys > queries - kind.window
+    if kind.chunk is not None:
+        visible &= keys >= queries // kind.chunk * kind.chunk
     if device.type == "cpu" and visible.all():
         return None
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))

@@ -61,14 +61,14 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
             f"model {model!r} has an unreadable config.json: {first_line(error)}", field="model"
         ) from error
     kind = config.model_type
-    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or has_other_half(config)
     if getattr(config, "is_encoder_decoder", False) or not is_known:
         raise Unsupported(f"model {model!r} is of type {kind}, which is not a decoder-only language model")
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
         raise Unsupported(f"model {model!r} is of type {kind}, whose text model {text.model_type} has an encoder")
     layer_types = getattr(text, "layer_types", None) or ()
-    if other_layers := set(layer_types) - {"full_attention", "sliding_attention"}:
+    if other_layers := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
         layers = ", ".join(sorted(other_layers))
         raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
     _drop_absent_padding(config)
@@ -80,7 +80,7 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
 
 def has_other_half(config: PreTrainedConfig) -> bool:
     """Return whether a configuration is of a model that reads more than text, such as images."""
-    return type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and config.get_text_config() is not config
+    return type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
 def _drop_absent_padding(config: PreTrainedConfig) -> None:
@@ -156,13 +156,14 @@ def model_shape(
     """
     vocabulary = vocabulary_fingerprint(token_to_id)
     num_tokens = min(vocabulary_size(token_to_id), num_head_rows)
+    ends = getattr(model.config, "eos_token_id", None)
+    if ends is None:
+        ends = getattr(model.config.get_text_config(), "eos_token_id", None)
     served_dtype = "int8" if is_int8 else str(model.dtype).removeprefix("torch.")
     return ModelShape(
         vocabulary_size=num_tokens,
         max_context_tokens=min(context, num_blocks * BLOCK_TOKENS),
-        eos_token_ids=end_token_ids(
-            directory, num_tokens, getattr(model.config.get_text_config(), "eos_token_id", None)
-        ),
+        eos_token_ids=end_token_ids(directory, num_tokens, ends),
         model_fingerprint=checkpoint_fingerprint(directory, vocabulary, served_dtype),
         vocabulary_fingerprint=vocabulary,
         num_kv_blocks=num_blocks,
@@ -195,8 +196,9 @@ def load_weights(
         with quietly():
             # With `output_loading_info` the call returns a pair, which its annotation does not say.
             loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], kind.from_pretrained(
-                cast(Path, directory), attn_implementation=PROBE_NAME, output_loading_info=True,
-                generation_config=GenerationConfig(), **options,  # transformers fails on some values of the file
+                cast(Path, directory), output_loading_info=True,
+                generation_config=GenerationConfig(),  # transformers fails on some values of the file
+                **{"attn_implementation": PROBE_NAME} | options,
             ))  # fmt: skip
     except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
         raise InvalidRequest(f"model {name!r} cannot be loaded: {first_line(error)}", field="model") from error

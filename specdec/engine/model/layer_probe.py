@@ -8,6 +8,7 @@ per model by `engine.load_pipeline`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -69,11 +70,28 @@ def probe_layers(model: PreTrainedModel) -> list[ProbedLayer]:
         Unsupported: some layer does not attend, or attends in a way that the paged attention does not support.
     """
     model_type = model.config.model_type
-    layers = _run(model)
     num_layers = model.config.get_text_config().num_hidden_layers
-    if len(layers) < num_layers:
-        raise Unsupported(f"{len(layers)} of the {num_layers} layers of a model of type {model_type} have a KV cache")
+    with _counting_calls(model, num_layers) as called:
+        layers = _run(model)
+    # Layers that look at images are not called for a text.
+    num_needed = len(called) or num_layers
+    if len(layers) < num_needed:
+        raise Unsupported(f"{len(layers)} of the {num_needed} layers of a model of type {model_type} have a KV cache")
     return layers
+
+
+@contextmanager
+def _counting_calls(model: PreTrainedModel, num_layers: int) -> Iterator[set[torch.nn.Module]]:
+    """Collect the decoder layers that are called within a `with` block; none if the model has no list of them."""
+    called: set[torch.nn.Module] = set()
+    parts = model.get_decoder().children()
+    lists = [part for part in parts if isinstance(part, torch.nn.ModuleList) and len(part) == num_layers]
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: called.add(layer)) for part in lists[:1] for layer in part]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def steady_context(model: PreTrainedModel, context: int) -> int:
@@ -206,10 +224,10 @@ def _probe_attention(
     if unknown or not getattr(module, "is_causal", True):
         raise _refusal("attends")
     # A model's own attention uses the mask alone; the argument is for kernels that take no mask.
-    window = sliding_window if attention_mask is None else _read_window(attention_mask)
+    window, chunk = (sliding_window, None) if attention_mask is None else _read_limits(attention_mask)
     group = query.shape[1] // key.shape[1]
     shape = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3])
-    probe.layers.append(ProbedLayer(shape, AttentionKind(window, group, softcap, has_sinks=s_aux is not None)))
+    probe.layers.append(ProbedLayer(shape, AttentionKind(window, group, softcap, s_aux is not None, chunk)))
     return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
 
 
@@ -223,40 +241,52 @@ def _describe_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Return a tensor in place of a mask: its window in every element, 0 if a token sees all before it, -1 if nothing.
+    """Return a tensor in place of a mask, which says in every element what a token sees of the tokens before it.
+
+    That is the size of the window, 0 if it sees all, -1 if nothing, and -1 - n if it sees those in its chunk of n.
 
     Raises:
-        Unsupported: the mask is neither causal nor causal within a window.
+        Unsupported: the mask is neither causal nor causal within a window or within chunks.
     """
     tokens = min(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS, _MOST_TOKENS)
     if local_size is not None and local_size >= tokens:
         tokens = local_size + 1
     try:
-        window = _window_of(mask_function, tokens, device)
+        limit = _limit_of(mask_function, tokens, device)
     except IndexError:  # the function indexes its tokens, which are those of the probe
-        window = _window_of(mask_function, kv_length, device) or local_size or 0
-    return torch.full((batch_size, 1, q_length, kv_length), float(window), dtype=torch.float32, device=device)
+        limit = _limit_of(mask_function, kv_length, device) or local_size or 0
+    return torch.full((batch_size, 1, q_length, kv_length), float(limit), dtype=torch.float32, device=device)
 
 
-def _window_of(mask_function: Callable[..., torch.Tensor], tokens: int, device: torch.device | None) -> int:
+def _limit_of(mask_function: Callable[..., torch.Tensor], tokens: int, device: torch.device | None) -> int:
+    """Return what a mask over this many tokens says, as `_describe_mask` does."""
     first, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(tokens, device=device)
 
     def sees(position: int) -> torch.Tensor:
         return mask_function(first, first, torch.tensor(position, device=device), keys).expand(tokens)
 
+    def is_like(limit: int, first_visible: Callable[[int], int]) -> bool:
+        looked_at = {0, 1, 7, limit - 1, limit, limit + 1, tokens // 3, tokens // 2, tokens - 2, tokens - 1}
+        return all(
+            torch.equal(sees(position), (keys <= position) & (keys >= first_visible(position)))
+            for position in looked_at & set(range(tokens))
+        )
+
     window = int(sees(tokens - 1).sum())
-    looked_at = {0, 1, 7, window - 1, window, window + 1, tokens // 3, tokens // 2, tokens - 2, tokens - 1}
-    for position in looked_at & set(range(tokens)):
-        if not torch.equal(sees(position), (keys <= position) & (keys > position - window)):
-            raise _refusal("masks what its layers see")
-    return 0 if window == tokens else window or -1
+    if is_like(window, lambda position: position - window + 1):
+        return 0 if window == tokens else window or -1
+    chunk = bisect_left(range(tokens), True, key=lambda position: not sees(position)[0])  # its tokens see the first one
+    if chunk and is_like(chunk, lambda position: position // chunk * chunk):
+        return -1 - chunk
+    raise _refusal("masks what its layers see")
 
 
-def _read_window(mask: torch.Tensor) -> int | None:
-    window = mask.flatten()[0].item()
-    if mask.dtype != torch.float32 or not torch.all(mask == window) or window < 0:
+def _read_limits(mask: torch.Tensor) -> tuple[int | None, int | None]:
+    """Return the sizes of the window and of the chunks that `_describe_mask` put into a mask."""
+    limit = int(mask.flatten()[0].item())
+    if mask.dtype != torch.float32 or not torch.all(mask == limit) or limit == -1:
         raise _refusal("changes its masks")
-    return int(window) or None
+    return (limit or None, None) if limit >= 0 else (None, -1 - limit)
 
 
 def _current() -> _Probe:

@@ -6,6 +6,7 @@ back to `specdec.engine.loop.steps`. Built by `engine.load_pipeline`, called by 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from specdec.engine.model.attention import PagedContext, attending
 from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.model.feature_layer import FeatureLayer
 from specdec.engine.model.kv_cache import KvCache, LayerKv
+from specdec.engine.model.past_lengths import counting_from, follow_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ class TransformersForward:
         """`layers`: the model's decoder layers, needed for `with_outputs`."""
         self._model = model
         self._layers = layers
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        follow_positions(model)
 
     def with_outputs(
         self, batch: StepBatch, context: PagedContext, layers: Sequence[int]
@@ -148,15 +152,15 @@ class TransformersForward:
             return self(batch, context), outputs
 
     def __call__(self, batch: StepBatch, context: PagedContext) -> torch.Tensor:
-        with attending(context):
+        with attending(context), counting_from(batch.position_ids):
             output = self._model(
                 input_ids=batch.token_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
             )
-        logits: torch.Tensor = output.logits[0]  # [R, V]
-        return logits
+        logits: torch.Tensor = output.logits[0]  # [R, V], or of all rows
+        return logits if self._keeps_rows else logits.index_select(0, batch.logit_rows)
 
 
 class ModelRunner(Worker):

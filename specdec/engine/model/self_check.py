@@ -72,7 +72,8 @@ class Reference:
 
 def sequence_lengths(shape: ModelShape, kinds: Sequence[AttentionKind]) -> tuple[int, ...]:
     """Return the lengths of one or two sequences that the pool and the model's context hold."""
-    windows = [kind.window for kind in kinds if kind.window is not None and kind.window <= _LONGEST_WINDOW]
+    limits = [limit for kind in kinds for limit in (kind.window, kind.chunk) if limit is not None]
+    windows = [limit for limit in limits if limit <= _LONGEST_WINDOW]
     wanted = max(_TOKENS, min(windows) + _BEYOND_WINDOW if windows else 0)
     blocks = shape.num_kv_blocks // 2 or 1
     longest = min(wanted, shape.max_context_tokens, blocks * BLOCK_TOKENS)

@@ -8,6 +8,7 @@ nothing else need not exist. Called by `engine.loader` and `engine.parallel.rank
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,34 +21,32 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from specdec.checkpoints.weight_files import safetensors_files
+from specdec.contract.errors import Unsupported
 from specdec.engine.model.checkpoint_model import has_other_half, load_weights, quietly
-from specdec.engine.model.layer_probe import PROBE_NAME
+from specdec.engine.model.layer_probe import PROBE_NAME, refusing_failures
 
 
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that computes the text of a configuration that `load_config` returned."""
-    if not has_other_half(config):
-        return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    whole = cast(type[PreTrainedModel], MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)])
+def require_own_attention(name: str, config: PreTrainedConfig) -> None:
+    """Refuse a model that ignores the setting of its attention, because its own would run without the KV cache.
 
-    def make(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
-        whole.__init__(model, *arguments, **options)
-        _drop_other_half(model)
-
-    def set_quietly(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
-        with quietly():  # it warns of configurations without modules
-            whole.set_attn_implementation(model, *arguments, **options)
-
-    # Transformers finds the conversion of a checkpoint's weights by the name and the module of the class.
-    return type(whole.__name__, (whole,), {"__init__": make, "set_attn_implementation": set_quietly,
-                                                "__module__": whole.__module__})  # fmt: skip
+    Raises:
+        Unsupported: the class of the decoder does not take another attention.
+    """
+    if config.get_text_config() is config:
+        kinds = MODEL_FOR_MULTIMODAL_LM_MAPPING if has_other_half(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+        decoder: Any = kinds[type(config)]
+    else:
+        with refusing_failures(config), quietly():
+            decoder = make_whole(config).get_decoder()
+    if not getattr(decoder, "_supports_attention_backend", False):
+        raise Unsupported(f"model {name!r} is of type {config.model_type}, whose attention cannot be replaced")
 
 
 def make_whole(config: PreTrainedConfig) -> PreTrainedModel:
     """Return a model without weights, for its shape."""
     with torch.device("meta"):
         if has_other_half(config):
-            return model_class(config)._from_config(config, attn_implementation=PROBE_NAME)
+            return _text_half_class(config)._from_config(config, attn_implementation=_text_attention(config))
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
     return model
 
@@ -70,10 +69,14 @@ def read_model(
     options |= {"config": config, "dtype": dtype, "ignore_mismatched_sizes": True}
     if not has_other_half(config):
         return load_weights(name, AutoModelForCausalLM, directory, trust_remote_code=False, **options)
+    kind, options["attn_implementation"] = _text_half_class(config), _text_attention(config)
     with _stored_tensors(name, directory) as tensors:
-        if not tensors:  # the files have PyTorch's own format
-            return load_weights(name, model_class(config), directory, **options)
-        half = load_weights(name, model_class(config), None, state_dict=tensors, **options)
+        if tensors:
+            half = load_weights(name, kind, None, state_dict=tensors, **options)
+        else:  # the files have PyTorch's own format
+            half = load_weights(name, kind, directory, **options)
+    for _, module, parameter in _own_parameters(half):
+        module._parameters[parameter] = None
     half.config.name_or_path = str(directory)  # heads of the checkpoint are read from there
     return half
 
@@ -90,23 +93,73 @@ def _stored_tensors(name: str, directory: Path) -> Iterator[dict[str, Any]]:
         yield tensors
 
 
+def _text_half_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class of a configuration, changed so that its models have only the text half."""
+    whole = cast(type[PreTrainedModel], MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)])
+
+    def make(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        whole.__init__(model, *arguments, **options)
+        _drop_other_half(model)
+
+    def set_quietly(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        with quietly():  # it warns of configurations without modules
+            whole.set_attn_implementation(model, *arguments, **options)
+
+    # Transformers finds the conversion of a checkpoint's weights by the name and the module of the class.
+    changes = {"__init__": make, "set_attn_implementation": set_quietly, "__module__": whole.__module__}
+    return type(whole.__name__, (whole,), changes)
+
+
+def _other_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """Return the nested configurations, by name, that neither are nor contain that of the text."""
+    nested = {name: getattr(config, name, None) for name in config.sub_configs}
+    text = config.get_text_config()
+    return {
+        name: part
+        for name, part in nested.items()
+        if isinstance(part, PreTrainedConfig) and part is not text and part.get_text_config() is part
+    }
+
+
+def _text_attention(config: PreTrainedConfig) -> dict[str, str]:
+    """Return the setting that makes the probe the attention of the text model alone: others may not know its name."""
+    others = _other_configs(config)
+    return {name: "eager" if name in others else PROBE_NAME for name in ("", *config.sub_configs)}
+
+
 def _drop_other_half(model: PreTrainedModel) -> None:
-    """Remove all parameters of a model except those of its decoder, its embedding table and its head."""
+    """Remove all modules of a model except its decoder, its embedding table and its head."""
+    others = {type(other) for other in _other_configs(model.config).values()}
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    _drop_others(model, {module for part in parts if part is not None for module in part.modules()})
+    _drop_all_but({module for part in parts if part is not None for module in _text_modules(part, others)}, model)
     left = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = model.all_tied_weights_keys
     model.all_tied_weights_keys = {name: source for name, source in tied.items() if {name, source} <= left}
+    names = [f"{path}.{name}".removeprefix(".") for path, _, name in _own_parameters(model)]
+    model._keys_to_ignore_on_load_missing = {f"^{re.escape(name)}$" for name in names}
 
 
-def _drop_others(module: nn.Module, kept: set[nn.Module]) -> None:
-    """Remove the modules that neither are nor contain one of `kept`, and the parameters of those that contain one."""
-    for name in module._parameters:
-        module._parameters[name] = None
+def _text_modules(part: nn.Module, others: set[type]) -> Iterator[nn.Module]:
+    """Yield the modules of a part except models with a configuration of one of the types `others`."""
+    yield part
+    for child in part.children():
+        if type(getattr(child, "config", None)) not in others or not isinstance(child, PreTrainedModel):
+            yield from _text_modules(child, others)
+
+
+def _drop_all_but(kept: set[nn.Module], module: nn.Module) -> None:
+    """Remove the modules that neither are nor contain one of `kept`."""
     for name, child in list(module.named_children()):
-        if child in kept:
-            continue
         if kept.isdisjoint(child.modules()):
             module._modules[name] = None
         else:
-            _drop_others(child, kept)
+            _drop_all_but(kept, child)
+
+
+def _own_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield path, module and name of the parameters outside of the parts that `_drop_other_half` keeps."""
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text = {module for part in parts if part is not None for module in part.modules()}
+    for path, module in model.named_modules():
+        if module not in text:
+            yield from ((path, module, name) for name, value in list(module._parameters.items()) if value is not None)

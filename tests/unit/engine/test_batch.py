@@ -100,3 +100,13 @@ def test_a_window_reads_only_its_blocks_and_masks_the_other_positions() -> None:
         assert [80 + place for place in visible[row].nonzero().ravel().tolist()] == list(
             range(position - 19, position + 1)
         )
+
+
+def test_chunks_read_only_their_blocks_and_mask_the_other_positions() -> None:
+    chunks = AttentionKind(window=None, queries_per_kv_head=1, softcap=None, chunk=40)
+    (group,) = build(scattered(4, 118, 0), kinds=(chunks,)).groups
+    view = group.views[0]
+    assert view.block_ids.tolist() == [10, 12, 14]  # positions 80 on; two queries see from 80, two from 120
+    visible = view.mask[0, 0] == 0
+    seen = [[80 + place for place in row.nonzero().ravel().tolist()] for row in visible]
+    assert seen == [list(range(80, 119)), list(range(80, 120)), [120], [120, 121]]

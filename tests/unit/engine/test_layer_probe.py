@@ -1,7 +1,8 @@
-"""Windows that the probe reads from the masks that a model requests from transformers."""
+"""Windows and chunks that the probe reads from the masks that a model requests from transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers.masking_utils import chunked_causal_mask_function
 
 from specdec.contract.errors import Unsupported
 from specdec.engine.model import layer_probe
-from specdec.engine.model.layer_probe import PROBE_NAME, probe_layers, register_probe
+from specdec.engine.model.layer_probe import PROBE_NAME, ProbedLayer, probe_layers, register_probe
 from tests.support.tiny_models import build_tiny_model
 
 
@@ -40,10 +41,24 @@ def test_a_window_that_is_only_an_argument_is_ignored(tmp_path: Path) -> None:
     assert [layer.kind.window for layer in probe_layers(model)] == [None, None]
 
 
-def test_a_mask_that_is_neither_causal_nor_a_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = probed_model(tmp_path, "mistral")
-    describe = layer_probe._window_of
-    chunks = chunked_causal_mask_function(40, torch.zeros(1, dtype=torch.int64))
-    monkeypatch.setattr(layer_probe, "_window_of", lambda _, tokens, device: describe(chunks, tokens, device))
+def probed_with(mask: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[ProbedLayer]:
+    """Return the layers of a model that asks for this mask."""
+    describe = layer_probe._limit_of
+    monkeypatch.setattr(layer_probe, "_limit_of", lambda _, tokens, device: describe(mask, tokens, device))
+    return probe_layers(probed_model(directory, "mistral"))
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 2048, 4095])
+def test_the_size_of_chunks_is_read_exactly(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
+    kinds = [layer.kind for layer in probed_with(chunks, monkeypatch, tmp_path)]
+    assert [(kind.window, kind.chunk) for kind in kinds] == [(None, chunk)] * 2 if chunk > 1 else [(1, None)] * 2
+
+
+@pytest.mark.parametrize("shift", [1, 7])
+def test_a_mask_that_is_neither_a_window_nor_chunks_is_refused(
+    shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shifted = chunked_causal_mask_function(40, torch.full((1,), shift))
     with pytest.raises(Unsupported, match="type mistral masks what its layers see in a way"):
-        probe_layers(model)
+        probed_with(shifted, monkeypatch, tmp_path)
