@@ -25,14 +25,31 @@ _WIDTH = 120
 
 _HEAD = """# Supported models
 
-This page lists every decoder-only architecture of transformers. A supported one gives the logits of the model's own
-eager forward pass and the greedy text of `generate()`. Any other one is refused at load with an `UNSUPPORTED` error.
+This page lists every decoder-only architecture of transformers, and every one that also reads images, sound or video. A
+supported one gives the logits of the model's own eager forward pass and the greedy text of `generate()`. Any other one
+is refused at load with an `UNSUPPORTED` error.
 {version_line}
 and each row is the result of running a tiny random model. `make model-list` writes this page.
+
+## Models that also read images
+
+Of a checkpoint such as Qwen3-VL, Gemma 3, Mistral 3 or Llama 4 the text half is served: decoder, embedding table and
+head. Its text is that of `generate()` of the whole checkpoint for a prompt of text.
+
+- The other half is neither loaded nor counted by `specdec plan` and `specdec advise`, and files that hold nothing else
+  need not exist.
+- If the decoder is a Llama-shaped model under another name, such as that of Qwen3-VL, native kernels or CUDA graphs
+  run it.
+- Parts of requests that are images, sound or files are refused by their type. A placeholder of an image in a prompt,
+  such as `<|image_pad|>`, is a token like any other, as in `generate()` without images.
+
+## Self-check
 
 Every replica makes the same comparison for its own checkpoint before it serves (`--self-check`, on by default), so a
 newer architecture is served correctly or refused, too. The comparison covers the smallest attention window of up to
 1,024 tokens. A longer window is read from the model's mask and not compared beyond 1,024 tokens.
+
+## Architectures
 
 | Architecture | Status | Reason |
 |---|---|---|

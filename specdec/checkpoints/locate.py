@@ -26,6 +26,7 @@ _SMALL_FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
     "*.jinja",
+    "chat_template.json",
 ]
 _MODEL_FILES = [*_SMALL_FILES, "*.json", "*.safetensors"]
 

@@ -122,7 +122,7 @@ def read_sizes(model: str) -> Mapping[str, Any]:
         return config
     tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
     # Nested configurations often state only what differs from their type's defaults.
-    return default_sizes(str(text.get("model_type"))) | tied | text
+    return {**default_sizes(str(text.get("model_type"))), **tied, **text}
 
 
 def require_decoder_only(model: str, config: Mapping[str, Any]) -> None:

@@ -67,10 +67,12 @@ def _folder() -> Path:
 def _tables(module: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield the keys of `NAME = OrderedDict([(key, value), ...])` for the names of `_TABLES`."""
     for node in module.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
-            if (table := _TABLES.get(node.targets[0].id)) is not None:
-                rows = [row for row in node.value.args[0].elts if isinstance(row, ast.Tuple)]  # type: ignore[attr-defined]
-                yield table, frozenset(ast.literal_eval(row.elts[0]) for row in rows)
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        if table := _TABLES.get(ast.unparse(node.targets[0])):
+            # Rows of another table are included by `*list(...)`.
+            rows = [row for row in node.value.args[0].elts if isinstance(row, ast.Tuple)]  # type: ignore[attr-defined]
+            yield table, frozenset(ast.literal_eval(row.elts[0]) for row in rows)
 
 
 def _states_type(node: ast.ClassDef, model_type: str) -> bool:

@@ -82,7 +82,26 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
         raise InvalidRequest(f"model {str(model)!r} has an unreadable tokenizer: {reason}", field="model") from error
     if not vocabulary:
         raise InvalidRequest(f"model {str(model)!r} has an empty vocabulary", field="model")
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _template_of_processor(str(model), directory)
     return tokenizer
+
+
+def _template_of_processor(model: str, directory: Path) -> str | None:
+    """Return the chat template of the file that models that read images had for it; None if there is none."""
+    path = directory / "chat_template.json"
+    if not path.is_file():
+        return None
+    try:
+        template = json.loads(path.read_bytes())["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        template = None
+    if not isinstance(template, str):
+        raise InvalidRequest(
+            f"model {model!r} has an unreadable {path.name}: it must be a JSON object whose chat_template is a text",
+            field="model",
+        )
+    return template
 
 
 def continuing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import time
 from pathlib import Path
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 

@@ -30,11 +30,16 @@ _OTHERS = (
     "bloom",
     "doge",
     "gemma3n_text",
+    "gemma4",
     "gemma4_unified",
-    "llama4_text",
+    "kimi_k25",
+    "llama4",
     "mamba",
     "minicpm3",
+    "mistral3",
+    "mllama",
     "qwen3_next",
+    "qwen3_vl",
     "mixtral",
 )
 SLICE = (*_ONCE_WRONG, *_OTHERS)
@@ -77,7 +82,7 @@ def test_an_architecture_is_computed_right_or_refused_in_one_line(model_type: st
 
 def test_the_quick_selection_names_types_of_transformers() -> None:
     assert set(SLICE) <= set(MODEL_TYPES)
-    assert len(SLICE) == 25
+    assert len(SLICE) == 30
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)

@@ -90,8 +90,16 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
     },
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
-    "gemma4": {"vision_config": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
-                                 "num_attention_heads": 2, "num_key_value_heads": 2}},
+    "gemma4": {
+        "vision_config": {
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "head_dim": 16,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        }
+    },
     # Half of the layers take the keys and values of the others.
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -115,9 +123,17 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 32},
     "paddleocr_vl_text": _MROPE,
     "paligemma": {
-        "text_config": {"model_type": "gemma", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 96, "vocab_size": 96,
-                        "max_position_embeddings": 256},
+        "text_config": {
+            "model_type": "gemma",
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "vocab_size": 96,
+            "max_position_embeddings": 256,
+        },
     },
     "qwen2_5_omni_text": _MROPE,
     "qwen2_5_omni_thinker": {"vision_start_token_id": 95},
@@ -186,9 +202,7 @@ def _text_half(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
     except Exception:  # it needs more than a text
         return None
     decoder = set(model.get_decoder().parameters())
-    others = {
-        name for name, weight in model.named_parameters() if weight.grad is None and weight not in decoder
-    }
+    others = {name for name, weight in model.named_parameters() if weight.grad is None and weight not in decoder}
     model.zero_grad()
     return {name: weight for name, weight in model.state_dict().items() if name not in others}
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
-from specdec.checkpoints import preflight
 from specdec.checkpoints.cross_vocabulary.pair_preflight import require_servable_pair
 from specdec.checkpoints.preflight import require_servable
+from specdec.checkpoints.transformers_tables import default_sizes, known_types
 from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported, VocabularyMismatch
 from tests.support.tiny_models import build_tiny_model
 
@@ -98,10 +99,19 @@ def test_a_decoder_passes(checkpoint: Path, tmp_path: Path, config: dict[str, An
 
 
 def test_the_known_model_types_equal_those_of_transformers() -> None:
-    assert preflight._known_types() == {
-        name: frozenset(getattr(modeling_auto, name))
-        for name in ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
-    }
+    types = known_types()
+    assert types.causal == modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    assert types.masked == modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+    assert types.image | types.multimodal == modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_vl_text", "llama4_text"])
+def test_the_default_sizes_of_a_type_equal_those_of_transformers(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type]()
+    sizes = default_sizes(model_type)
+    assert sizes == {name: getattr(config, name) for name in sizes}
+    assert len(sizes) >= 5
+    assert default_sizes("llama9") == {}
 
 
 def test_a_pair_of_two_vocabularies_is_refused_with_both_fingerprints(checkpoint: Path, tmp_path: Path) -> None:

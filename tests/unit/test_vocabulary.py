@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.checkpoints.locate import checkpoint_fingerprint, locate_checkpoint
-from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_fingerprint, vocabulary_size
+from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint, vocabulary_size
 from specdec.contract.errors import InvalidRequest
 from tests.support.tiny_models import build_tiny_model
 
@@ -77,6 +77,21 @@ def test_a_directory_without_a_readable_tokenizer_is_refused(tmp_path: Path) -> 
     assert "\n" not in raised.value.message
 
 
+def test_the_chat_template_of_a_processor_is_read_if_the_tokenizer_has_none(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    assert load_tokenizer(tmp_path).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"
+    (tmp_path / "chat_template.jinja").write_text("{{ own }}")
+    assert load_tokenizer(tmp_path).chat_template == "{{ own }}"
+    (tmp_path / "chat_template.jinja").unlink()
+    for damaged in ("{", "[]", '{"chat_template": 1}', "{}"):
+        (tmp_path / "chat_template.json").write_text(damaged)
+        with pytest.raises(InvalidRequest, match=r"unreadable chat_template\.json: it must be a JSON object"):
+            load_tokenizer(tmp_path)
+
+
 def test_the_model_fingerprint_depends_on_weights_and_configuration(checkpoint: Path, tmp_path: Path) -> None:
     same = build_tiny_model("llama", tmp_path / "same", vocabulary_size=50)
     other = build_tiny_model("llama", tmp_path / "other", vocabulary_size=50, seed=1)
@@ -90,7 +105,7 @@ def test_the_model_fingerprint_depends_on_weights_and_configuration(checkpoint: 
 
 def test_reading_a_vocabulary_does_not_load_torch(checkpoint: Path) -> None:
     program = (
-        "import sys\nfrom specdec.checkpoints.vocabulary import load_vocabulary\n"
+        "import sys\nfrom specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary\n"
         f"load_vocabulary({str(checkpoint)!r})\nprint('torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -86,7 +86,9 @@ def _counting_calls(model: PreTrainedModel, num_layers: int) -> Iterator[set[tor
     called: set[torch.nn.Module] = set()
     parts = model.get_decoder().children()
     lists = [part for part in parts if isinstance(part, torch.nn.ModuleList) and len(part) == num_layers]
-    hooks = [layer.register_forward_pre_hook(lambda layer, _: called.add(layer)) for part in lists[:1] for layer in part]
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, _: called.add(layer)) for part in lists[:1] for layer in part
+    ]
     try:
         yield called
     finally:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.engine.model.checkpoint_model import model_context, quietly
@@ -29,15 +30,16 @@ def llama_twin(model: PreTrainedModel) -> PreTrainedModel:
     Args:
         model: a text half with its weights, whose attention is the probe.
     """
+    if model.get_output_embeddings() is None:
+        return model
     weights = _weights(model)
     with quietly():
         for twin in _candidates(model.config, weights):
             twin.load_state_dict(weights, strict=False, assign=True)
             twin.tie_weights()
-            inner = twin.model
-            inner.rotary_emb = type(inner.rotary_emb)(config=twin.config).to(model.device)
-            twin.eval()
+            twin.model.rotary_emb = type(twin.model.rotary_emb)(config=twin.config).to(model.device)
             if probe_layers(twin) == probe_layers(model) and torch.equal(_trial_logits(twin), _trial_logits(model)):
+                twin.eval()
                 return twin
     return model
 
@@ -54,9 +56,10 @@ def _candidates(config: PreTrainedConfig, weights: dict[str, torch.Tensor]) -> I
     is_tied = weights["lm_head.weight"] is weights.get("model.embed_tokens.weight")
     for kind in LLAMA_CLASSES:
         try:
-            own = kind.config_class(**_settings(config, kind.config_class) | {"tie_word_embeddings": is_tied})
+            config_class = cast(type[PreTrainedConfig], kind.config_class)
+            own = config_class(**_settings(config, config_class) | {"tie_word_embeddings": is_tied})
             with torch.device("meta"):
-                twin = kind._from_config(own, attn_implementation=PROBE_NAME, dtype=config.dtype)
+                twin = kind._from_config(own, attn_implementation=PROBE_NAME, dtype=config.dtype)  # type: ignore[no-untyped-call]
         except Exception:  # numbers that this class refuses
             continue
         if {name: weight.shape for name, weight in twin.state_dict().items()} == shapes:
@@ -77,7 +80,7 @@ def _trial_logits(model: PreTrainedModel) -> torch.Tensor:
     last = max(0, model_context(model.config) - _TRIAL_TOKENS)
     starts = torch.tensor([0, last // 2, last], device=model.device)
     positions = starts[:, None] + torch.arange(_TRIAL_TOKENS, device=model.device)
-    num_rows = int(model.get_input_embeddings().weight.shape[0])
+    num_rows = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(num_rows, tuple(positions.shape), generator=generator).to(model.device)
     model.set_attn_implementation("eager")

@@ -46,7 +46,8 @@ def make_whole(config: PreTrainedConfig) -> PreTrainedModel:
     """Return a model without weights, for its shape."""
     with torch.device("meta"):
         if has_other_half(config):
-            return _text_half_class(config)._from_config(config, attn_implementation=_text_attention(config))
+            kind, attention = _text_half_class(config), _text_attention(config)
+            return cast(PreTrainedModel, kind._from_config(config, attn_implementation=attention))
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
     return model
 

@@ -41,7 +41,7 @@ def test_a_window_that_is_only_an_argument_is_ignored(tmp_path: Path) -> None:
     assert [layer.kind.window for layer in probe_layers(model)] == [None, None]
 
 
-def probed_with(mask: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[ProbedLayer]:
+def probed_with(mask: Callable, monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[ProbedLayer]:
     """Return the layers of a model that asks for this mask."""
     describe = layer_probe._limit_of
     monkeypatch.setattr(layer_probe, "_limit_of", lambda _, tokens, device: describe(mask, tokens, device))
