@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from specdec.checkpoints.model_size import model_size
 from specdec.contract.errors import Unsupported
 from specdec.engine.loader import load_worker
 from specdec.engine.model import batch
 from specdec.engine.options import LoadRequest
 from tests.support.architecture_rig import TOLERANCE, compare_logits, judge
-from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild, build_tiny_architecture
+from tests.support.tiny_architectures import MODEL_TYPES, MULTIMODAL_TYPES, CannotBuild, build_tiny_architecture
 from tools.model_list import documented_rows, is_documented_version, row
 
 #: Computed wrongly or not at all before windows came from masks and attention calls had caches of their own, and one of
@@ -43,6 +45,8 @@ _OTHERS = (
     "mixtral",
 )
 SLICE = (*_ONCE_WRONG, *_OTHERS)
+#: Types whose checkpoints do not tell their halves by names.
+_NAMED_ALIKE = ("cosmos3_omni", "ernie4_5_vl_moe", "phi4_multimodal")
 _DTYPES = ("bfloat16", "float16", "int8")
 #: Architectures of the quick selection, tested in every dtype.
 _IN_EVERY_DTYPE = ("diffllama", "gpt_oss", "jetmoe", "mixtral", "qwen2_moe")
@@ -78,6 +82,16 @@ def test_an_architecture_is_computed_right_or_refused_in_one_line(model_type: st
         assert said in documented_rows()
     if problem:
         pytest.skip(f"transformers makes no tiny {model_type}: {problem}")
+
+
+@pytest.mark.parametrize("model_type", [name for name in cases(SLICE) if name.values[0] in MULTIMODAL_TYPES])
+def test_the_names_of_weights_tell_which_half_they_belong_to(model_type: str, tmp_path: Path) -> None:
+    if model_type in _NAMED_ALIKE or row(model_type) not in documented_rows():
+        pytest.skip("it is not served, or parts of its decoder look at images")
+    build_tiny_architecture(model_type, tmp_path / "text").save_pretrained(tmp_path / "whole")
+    with safe_open(tmp_path / "text" / "model.safetensors", "pt") as file:
+        num_weights = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert model_size(str(tmp_path / "whole")).num_parameters == num_weights
 
 
 def test_the_quick_selection_names_types_of_transformers() -> None:

@@ -139,7 +139,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": {"vision_start_token_id": 95},
     "qwen2_5_vl_text": _MROPE,
     "qwen2_vl_text": _MROPE,
-    "qwen3_omni_moe_text": _MROPE,
+    "qwen3_omni_moe_text": _MROPE | {"use_sliding_window": False, "sliding_window": None},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 95},
     # Its own forward pass has no window.
     "qwen3_vl_moe_text": {"use_sliding_window": False, "sliding_window": None},
@@ -201,10 +201,11 @@ def _text_half(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
         model(input_ids=torch.arange(2, 32)[None], use_cache=False).logits.sum().backward()
     except Exception:  # it needs more than a text
         return None
-    decoder = set(model.get_decoder().parameters())
-    others = {name for name, weight in model.named_parameters() if weight.grad is None and weight not in decoder}
+    used = {name for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
-    return {name: weight for name, weight in model.state_dict().items() if name not in others}
+    decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    weights = model.state_dict()
+    return {name: weight for name, weight in weights.items() if name in used or name.startswith(decoder)}
 
 
 def _shrink(settings: dict[str, Any], config_class: type[PreTrainedConfig]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ _ROTATION_ROUNDING = 1e-6
 
 # Masks are examined over at most this many tokens.
 _MOST_TOKENS = 1 << 17
+# Larger numbers of a mask are no sizes of windows or chunks.
+_MOST_LIMIT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +287,10 @@ def _limit_of(mask_function: Callable[..., torch.Tensor], tokens: int, device: t
 
 def _read_limits(mask: torch.Tensor) -> tuple[int | None, int | None]:
     """Return the sizes of the window and of the chunks that `_describe_mask` put into a mask."""
-    limit = int(mask.flatten()[0].item())
-    if mask.dtype != torch.float32 or not torch.all(mask == limit) or limit == -1:
+    limit = mask.flatten()[0].item()
+    if mask.dtype != torch.float32 or not torch.all(mask == limit) or limit == -1 or abs(limit) > _MOST_LIMIT:
         raise _refusal("changes its masks")
-    return (limit or None, None) if limit >= 0 else (None, -1 - limit)
+    return (int(limit) or None, None) if limit >= 0 else (None, -1 - int(limit))
 
 
 def _current() -> _Probe:
