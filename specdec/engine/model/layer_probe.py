@@ -35,7 +35,7 @@ _ROTATION_ROUNDING = 1e-6
 
 # Masks are examined over at most this many tokens.
 _MOST_TOKENS = 1 << 17
-# Larger numbers of a mask are no sizes of windows or chunks.
+# A larger number in a mask does not come from this module.
 _MOST_LIMIT = 1 << 24
 
 

@@ -18,7 +18,7 @@ import torch
 
 
 class _PastLengths:
-    """What attention modules call of transformers' cache."""
+    """The part of transformers' cache that attention modules call."""
 
     def __init__(self, position_ids: torch.Tensor) -> None:
         self._position_ids = position_ids
