@@ -26,6 +26,7 @@ from specdec.engine.native.native_runner import NativeRunner
 from specdec.engine.options import CompileOptions, LoadRequest
 from tests.support.model_stack import ModelStack
 from tests.support.target_alone import TargetAlone
+from tests.support.tiny_architectures import build_tiny_architecture, tiny_config
 from tests.support.tiny_models import ARCHITECTURES, build_tiny_pair
 
 AUTO_OPTIONS = CompileOptions()
@@ -35,6 +36,10 @@ BENCH_PROMPTS = sorted((Path(__file__).resolve().parents[2] / "bench" / "prompts
 PROMISED = ("demo", *ARCHITECTURES[:10])
 #: The trained pair and one model with layers of two kinds; the others run in `make test-full`.
 QUICK_CASES = ("demo", "gemma3")
+#: Families of models that read images; all but one run in `make test-full`.
+FAMILIES = ("gemma3", "gemma4", "llama4", "mistral3", "qwen2_5_vl")
+READ_IMAGES = {"qwen3_vl": ()} | dict.fromkeys(FAMILIES, pytest.mark.full)
+PLACEHOLDER = 90
 TIE = 1e-4
 #: Where activations are bfloat16 (int8 weights of a model that the native kernels do not compute), steps of one row and
 #: of many round otherwise.
@@ -208,6 +213,32 @@ async def test_end_tokens_that_the_vocabulary_lacks_end_nothing_as_in_generate(
                 )
                 num_ended += ours.finish_reason == "stop"
     assert num_ended > 0
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(name, marks=marks) for name, marks in READ_IMAGES.items()])
+async def test_the_text_half_of_a_model_that_reads_images_gives_its_greedy_output(
+    model_type: str, tmp_path: Path
+) -> None:
+    """The draft is another such model. Prompts hold the placeholder of an image, which is a token like any other."""
+    target = build_tiny_architecture(model_type, tmp_path / "target", **placeholders(model_type))
+    build_tiny_architecture("llava", tmp_path / "draft")
+    worker, draft = (
+        load_worker(LoadRequest(str(tmp_path / name), device="cpu", dtype="float32", num_kv_blocks=64))
+        for name in ("target", "draft")
+    )
+    async with ModelStack(tmp_path / "target", worker, {"default": draft}) as stack:
+        for prompt in prompts(model_type, PLACEHOLDER, Size(4, 16)):
+            asked = [*prompt, PLACEHOLDER, PLACEHOLDER, 7]
+            wanted = target.generate(torch.tensor([asked]), max_new_tokens=16, do_sample=False, pad_token_id=0)
+            for gamma in (0, 3):
+                ours = await stack.generate(asked, max_new_tokens=16, temperature=0.0, gamma=gamma)
+                assert list(ours.token_ids) == wanted[0, len(asked) :].tolist()
+
+
+def placeholders(model_type: str) -> dict[str, int]:
+    """Return the setting that makes a token of the vocabulary the placeholder of an image."""
+    names = tiny_config(model_type).to_dict()
+    return {name: PLACEHOLDER for name in names if name.endswith(("image_token_id", "image_token_index"))}
 
 
 def test_a_real_difference_is_not_excused_as_a_tie(tmp_path: Path) -> None:
