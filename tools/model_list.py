@@ -46,8 +46,8 @@ head. Its text is that of `generate()` of the whole checkpoint for a prompt of t
 ## Self-check
 
 Every replica makes the same comparison for its own checkpoint before it serves (`--self-check`, on by default), so a
-newer architecture is served correctly or refused, too. The comparison covers the smallest attention window of up to
-1,024 tokens. A longer window is read from the model's mask and not compared beyond 1,024 tokens.
+newer architecture is served correctly or refused, too. The comparison covers the smallest attention window or
+chunk of up to 1,024 tokens. A longer one is read from the model's mask and not compared beyond 1,024 tokens.
 
 ## Architectures
 

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -75,7 +77,23 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
     if (quantisation := getattr(config, "quantization_config", None)) is not None:
         require_plain_weights(model, quantisation)
         quantisation["dequantize"] = True
-    return config
+    return _text_alone(config)
+
+
+def _text_alone(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the nested text configuration if its own class reads the weights of the whole checkpoint, else `config`.
+
+    Transformers has a change of prefixes for such a class, which needs no packages for images.
+    """
+    text = config.get_text_config()
+    conversions = get_checkpoint_conversion_mapping(text.model_type) or ()
+    is_alone = any(isinstance(conversion, PrefixChange) for conversion in conversions)
+    if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or not is_alone:
+        return config
+    for name in ("eos_token_id", "quantization_config"):
+        if getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    return text
 
 
 def has_other_half(config: PreTrainedConfig) -> bool:

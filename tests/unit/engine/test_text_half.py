@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from specdec.checkpoints.model_size import ModelSize, model_size
@@ -90,6 +93,24 @@ def test_only_the_text_half_is_counted(model: tuple[Path, PreTrainedModel], edit
         with pytest.raises(InvalidRequest, match=f"--kv must be at least {16 * kv_bytes}, one block"):
             require_kv_room(str(editable), 100, num_ranks=1, flag="--kv")
         (editable / "config.json").write_text(json.dumps(config))
+
+
+def test_a_text_model_that_reads_the_whole_checkpoint_itself_needs_no_package_for_images(tmp_path: Path) -> None:
+    """The whole class of this type needs the package timm."""
+    model = build_tiny_architecture("gemma3n_text", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    whole = {re.sub(r"^model\.", "model.language_model.", name): weight for name, weight in weights.items()}
+    whole["model.vision_tower.weight"] = torch.full((3,), torch.nan)
+    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3n", "text_config": text, "eos_token_id": [1, 50]})
+    )
+    (tmp_path / "generation_config.json").unlink()
+    require_servable(str(tmp_path), flag="--target")
+    worker = load(tmp_path)
+    assert worker.shape.eos_token_ids == (1, 50)
+    assert compare_logits(worker, model) < TOLERANCE
 
 
 @pytest.mark.parametrize(
