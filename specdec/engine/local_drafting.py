@@ -17,7 +17,7 @@ from specdec.contract.errors import Unsupported
 from specdec.engine.heads.factory import load_head
 from specdec.engine.heads.interface import DraftHead, TargetParts
 from specdec.engine.heads.paged_head import PagedHead, layers_of
-from specdec.engine.model.early_exit import EarlyExit, load_early_exit, shortened
+from specdec.engine.model.early_exit import EarlyExit, decoder_of, load_early_exit, shortened
 from specdec.engine.model.kv_cache import KvCache, LayerShape
 from specdec.engine.model.llama_stack import LlamaStack
 from specdec.engine.model.model_runner import ForwardPass, TransformersForward
@@ -93,7 +93,7 @@ def draft_passes(
 
 def target_parts(model: PreTrainedModel, vocabulary_size: int, max_context_tokens: int) -> TargetParts:
     """Return the parts of a model that heads use. Raises Unsupported: its final norm is not in the usual place."""
-    norm = getattr(model.base_model, "norm", None)
+    norm = getattr(decoder_of(model), "norm", None)
     if norm is None:
         raise Unsupported(
             f"local draft heads do not support a model of type {model.config.model_type}: it has no final norm",

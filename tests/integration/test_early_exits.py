@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.loader import load_worker
+from specdec.engine.model.early_exit import decoder_of
 from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.interpreted_kernels import num_replays, running
 from tests.support.process_template import run_like
+from tests.support.tiny_architectures import VOCABULARY_SIZE, build_tiny_architecture
 from tests.support.tiny_models import build_tiny_model
 
 AUTO_OPTIONS = CompileOptions()
@@ -96,6 +98,20 @@ def test_a_draft_step_equals_the_forward_pass_of_the_first_layers(
         row = worker.execute(drafted(token_id, first + index, index))
         torch.testing.assert_close(row[0], expected[index, : row.shape[1]], rtol=1e-4, atol=1e-4)
     assert num_replays(compiling) - before == (4 if compiling.backend == "cuda-graphs" else 0)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", pytest.param("llama4", marks=pytest.mark.full)])
+def test_a_draft_step_of_a_text_half_equals_its_first_layer(model_type: str, tmp_path: Path) -> None:
+    model = build_tiny_architecture(model_type, tmp_path)
+    worker = load(tmp_path, replace(EXIT, num_layers=1))
+    text = decoder_of(model)
+    text.layers = text.layers[:1]
+    tokens = [token_id % VOCABULARY_SIZE for token_id in TOKENS]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    worker.execute(full(tuple(tokens[:-1]), 0))
+    row = worker.execute(drafted(tokens[-1], len(tokens) - 1, 0))
+    torch.testing.assert_close(row[0], expected[: row.shape[1]], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("compiling", ["native", "eager", "cuda-graphs"], indirect=True)

@@ -101,18 +101,24 @@ def shortened(model: PreTrainedModel, early_exit: EarlyExit) -> PreTrainedModel:
     Raises:
         Unsupported: the model's layers are not one list of modules.
     """
-    inner = model.base_model
+    inner = decoder_of(model)
     name, layers = _layers_of(model)
     short_list = nn.ModuleList(list(layers)[: early_exit.num_layers])
     head = model.get_output_embeddings()
     replaced: dict[nn.Module, nn.Module] = {inner: _with_modules(inner, {name: short_list})}
     if early_exit.adapter is not None:
         replaced[head] = _AdaptedHead(early_exit.adapter, head)
-    children = {name: replaced[child] for name, child in model.named_children() if child in replaced}
-    if len(children) != len(replaced):
-        raise _unknown(model)
-    short: PreTrainedModel = _with_modules(model, children)  # type: ignore[assignment]
+    short: PreTrainedModel = _replaced(model, replaced)  # type: ignore[assignment]
     return short
+
+
+def _replaced(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return a copy of a module in which other modules stand for some of those within it."""
+    if module in replaced:
+        return replaced[module]
+    if not any(part in replaced for part in module.modules()):
+        return module
+    return _with_modules(module, {name: _replaced(child, replaced) for name, child in module.named_children()})
 
 
 class _AdaptedHead(nn.Module):
@@ -128,6 +134,13 @@ class _AdaptedHead(nn.Module):
         return logits
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the module that has a model's decoder layers, or the whole decoder if they are not one list of modules."""
+    decoder: nn.Module = model.get_decoder()
+    num_layers = model.config.get_text_config().num_hidden_layers
+    return next((module for module in decoder.modules() if _lists(module, num_layers)), decoder)
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return a model's decoder layers. Raises Unsupported: they are not one list of modules."""
     return _layers_of(model)[1]
@@ -135,15 +148,19 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the attribute name of a model's list of decoder layers, and the list."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    lists = [
-        (name, child)
-        for name, child in model.base_model.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers
-    ]
+    lists = _lists(decoder_of(model), model.config.get_text_config().num_hidden_layers)
     if len(lists) != 1:
         raise _unknown(model)
     return lists[0]
+
+
+def _lists(module: nn.Module, num_layers: int) -> list[tuple[str, nn.ModuleList]]:
+    """Return the children of a module, with their names, that are lists of this many modules."""
+    return [
+        (name, child)
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers
+    ]
 
 
 def _unknown(model: PreTrainedModel) -> Unsupported:

@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from specdec.contract.errors import SpecdecError, Unsupported
 from specdec.engine.model.batch import AttentionKind
+from specdec.engine.model.early_exit import decoder_of
 from specdec.engine.model.kv_cache import LayerShape
 
 PROBE_NAME = "specdec_probe"
@@ -86,7 +87,7 @@ def probe_layers(model: PreTrainedModel) -> list[ProbedLayer]:
 def _counting_calls(model: PreTrainedModel, num_layers: int) -> Iterator[set[torch.nn.Module]]:
     """Collect the decoder layers that are called within a `with` block; none if the model has no list of them."""
     called: set[torch.nn.Module] = set()
-    parts = model.get_decoder().children()
+    parts = decoder_of(model).children()
     lists = [part for part in parts if isinstance(part, torch.nn.ModuleList) and len(part) == num_layers]
     hooks = [
         layer.register_forward_pre_hook(lambda layer, _: called.add(layer)) for part in lists[:1] for layer in part
