@@ -8,7 +8,9 @@ here within milliseconds, instead of after everything else has been loaded. No w
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specdec.checkpoints.text_weights import is_text_weight
 from specdec.contract.errors import InvalidRequest
@@ -20,6 +22,18 @@ _INDEX = "model.safetensors.index.json"
 
 class DamagedHeader(Exception):
     """A file contradicts its header; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Place and form of a tensor in a safetensors file."""
+
+    file: Path
+    dtype: str
+    """Name of the dtype in the format, such as BF16, F8_E4M3 or I32."""
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte in the file."""
 
 
 def require_whole_weights(model: str, directory: Path, *, text_only: bool = False) -> None:
@@ -66,8 +80,47 @@ def safetensors_files(model: str, directory: Path, *, text_only: bool = False) -
     return [directory / name for name in sorted(names)]
 
 
+def tensor_headers(model: str, directory: Path, *, text_only: bool = False) -> dict[str, TensorHeader]:
+    """Return the tensors of the safetensors files that are loaded, by name; arguments are those of `safetensors_files`.
+
+    Raises:
+        InvalidRequest: a file is missing, unless `text_only`, or its header is damaged.
+    """
+    found: dict[str, TensorHeader] = {}
+    for path in safetensors_files(model, directory, text_only=text_only):
+        if text_only and not path.is_file():  # its names alone seemed to be the text half's
+            continue
+        try:
+            found |= _tensors_of(path)
+        except (DamagedHeader, OSError) as error:
+            raise InvalidRequest(f"model {model!r} has a damaged {path.name}: {error}", field="model") from error
+    return found
+
+
+def _tensors_of(path: Path) -> dict[str, TensorHeader]:
+    length, tensors = _safetensors_header(path)
+    try:
+        return {
+            name: TensorHeader(
+                path, str(entry["dtype"]), tuple(map(int, entry["shape"])), 8 + length + int(entry["data_offsets"][0])
+            )
+            for name, entry in tensors.items()
+        }
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise DamagedHeader("its header is unreadable") from None
+
+
 def _safetensors_length(path: Path) -> int:
     """Return the least size of a file in bytes. Raise DamagedHeader if its header is cut off."""
+    length, tensors = _safetensors_header(path)
+    try:
+        return 8 + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise DamagedHeader("its header is unreadable") from None
+
+
+def _safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the length of a file's header in bytes and its tensors. Raise DamagedHeader if it is cut off."""
     with path.open("rb") as file:
         prefix = file.read(8)
         num_bytes = int.from_bytes(prefix, "little")
@@ -75,8 +128,8 @@ def _safetensors_length(path: Path) -> int:
     if len(prefix) < 8 or len(header) < num_bytes:
         raise DamagedHeader("it ends within its header")
     try:
-        tensors = json.loads(header)
+        tensors: dict[str, Any] = json.loads(header)
         tensors.pop("__metadata__", None)
-        return 8 + num_bytes + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise DamagedHeader("its header is unreadable") from None
+    return num_bytes, tensors
