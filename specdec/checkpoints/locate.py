@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specdec.checkpoints.gguf.file import is_gguf
 from specdec.checkpoints.gguf.folder import DIGEST_NAME, gguf_folder
-from specdec.contract.errors import InvalidRequest, Unsupported
+from specdec.contract.errors import InvalidRequest
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +29,6 @@ _SMALL_FILES = [
     "chat_template.json",
 ]
 _MODEL_FILES = [*_SMALL_FILES, "*.json", "*.safetensors"]
-
-# Quantisation methods whose weights transformers converts to plain ones on every device.
-_DEQUANTISED_METHODS = ("fp8", "mxfp4")
 
 # Weight files up to this size are hashed completely, larger ones by this number of evenly spaced samples.
 _WHOLE_BYTES = 64 << 20
@@ -81,26 +78,6 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
             f"({type(error).__name__})",
             field="model",
         ) from error
-
-
-def require_plain_weights(model: str, quantisation: object) -> None:
-    """Refuse a quantised checkpoint whose weights transformers does not convert to plain ones.
-
-    Args:
-        model: name of the checkpoint, as the user gave it.
-        quantisation: `quantization_config` of its config.json; None if its weights are plain.
-
-    Raises:
-        Unsupported: transformers would use layers specific to the method, or treat quantised values as plain weights.
-    """
-    if quantisation is None:
-        return
-    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-    if method not in _DEQUANTISED_METHODS:
-        raise Unsupported(
-            f"model {model!r} is quantised with {str(method)[:64]}; only {' and '.join(_DEQUANTISED_METHODS)} and "
-            "GGUF files are supported"
-        )
 
 
 def checkpoint_fingerprint(directory: Path, *served_as: str) -> str:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -15,9 +14,11 @@ from specdec.checkpoints.counts import MOST, MOST_LAYERS, require_count
 from specdec.checkpoints.gguf.file import GgufFile, is_gguf
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.preflight import read_config, read_sizes, reads_more_than_text
+from specdec.checkpoints.quantised.statement import read_quantisation
+from specdec.checkpoints.quantised.stored_weights import stored_weights
 from specdec.checkpoints.text_weights import is_text_weight
-
-_MAX_HEADER_BYTES = 100_000_000
+from specdec.checkpoints.weight_files import tensor_headers
+from specdec.contract.errors import SpecdecError
 
 #: Bytes of a number in the KV cache if nothing else is configured: bfloat16 and float16.
 _KV_NUMBER_BYTES = 2
@@ -83,22 +84,20 @@ def _counted_parameters(path: Path, model: str) -> int:
     if is_gguf(path):
         return GgufFile(path).num_weights
     directory = locate_checkpoint(model, small_files_only=True)
-    text_only = reads_more_than_text(read_config(model, directory))
-    num_weights = 0
-    for path in directory.glob("*.safetensors"):
-        try:
-            with path.open("rb") as file:
-                num_bytes = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(num_bytes)) if num_bytes <= _MAX_HEADER_BYTES else {}
-            shapes = [
-                entry["shape"]
-                for name, entry in header.items()
-                if name != "__metadata__" and (not text_only or is_text_weight(name))
-            ]
-            num_weights += sum(map(prod, shapes))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return 0
-    return num_weights
+    config = read_config(model, directory)
+    text_only = reads_more_than_text(config)
+    try:
+        headers = tensor_headers(model, directory, text_only=text_only)
+        quantisation = read_quantisation(model, config.get("quantization_config"))
+        quantised = {} if quantisation is None else stored_weights(model, quantisation, headers)
+    except SpecdecError:
+        return 0
+    shapes = {name: header.shape for name, header in headers.items() if header.dtype.startswith(("F", "BF"))}
+    for weight in quantised.values():
+        for tensor in weight.tensors:
+            shapes.pop(tensor, None)
+    shapes |= {name: weight.shape for name, weight in quantised.items()}
+    return sum(prod(shape) for name, shape in shapes.items() if not text_only or is_text_weight(name))
 
 
 def _estimated_parameters(sizes: Mapping[str, int], *, is_tied: bool) -> int:

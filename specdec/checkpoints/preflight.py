@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.gguf.file import is_gguf
-from specdec.checkpoints.locate import locate_checkpoint, require_plain_weights
+from specdec.checkpoints.locate import locate_checkpoint
+from specdec.checkpoints.quantised.statement import read_quantisation
+from specdec.checkpoints.quantised.stored_weights import require_plain, stored_weights
 from specdec.checkpoints.transformers_tables import default_sizes, known_types
-from specdec.checkpoints.weight_files import require_whole_weights
+from specdec.checkpoints.weight_files import require_whole_weights, tensor_headers
 from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported
 from specdec.contract.types import BLOCK_TOKENS
 
@@ -42,14 +44,20 @@ def require_servable(model: str, *, flag: str) -> None:
         directory = locate_checkpoint(model, small_files_only=True)
         config = read_config(model, directory)
         require_decoder_only(model, config)
-        require_plain_weights(model, config.get("quantization_config"))
+        quantisation = read_quantisation(model, config.get("quantization_config"))
         if not (directory / "tokenizer.json").is_file():
             raise InvalidRequest(f"model {model!r} has no tokenizer.json", field="model")
         # The weights of a hub id are downloaded later.
         if path.is_dir():
             if not _has_weights(directory):
                 raise InvalidRequest(f"model {model!r} has no weights (*.safetensors)", field="model")
-            require_whole_weights(model, directory, text_only=reads_more_than_text(config))
+            text_only = reads_more_than_text(config)
+            require_whole_weights(model, directory, text_only=text_only)
+            headers = tensor_headers(model, directory, text_only=text_only)
+            if quantisation is None:
+                require_plain(model, headers)
+            else:
+                stored_weights(model, quantisation, headers)
 
 
 def require_kv_room(model: str, kv_cache_bytes: int, *, num_ranks: int, flag: str) -> None:

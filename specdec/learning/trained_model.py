@@ -12,19 +12,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from specdec.checkpoints.gguf.file import is_gguf
 from specdec.checkpoints.locate import locate_checkpoint
-from specdec.contract.errors import InvalidRequest, Unsupported
-from specdec.engine.model.gguf_state import gguf_state
+from specdec.contract.errors import InvalidRequest, SpecdecError, Unsupported
+from specdec.engine.model.checkpoint_model import reading
 
 #: Name of the provenance file beside the new version's weights.
 PROVENANCE = "distilled.json"
@@ -40,22 +38,19 @@ def load_model(model: str, flag: str = "--draft") -> PreTrainedModel:
         Unsupported: transformers cannot load it as a causal language model.
     """
     transformers_logging.disable_progress_bar()
-    directory, path = locate_checkpoint(model), Path(model).expanduser()
-    state = gguf_state(path) if is_gguf(path) else None
+    directory = locate_checkpoint(model)
     try:
-        if state is None:
-            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, trust_remote_code=False, local_files_only=True, use_safetensors=True
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with reading(model, AutoModelForCausalLM, directory, config) as from_pretrained:
+            return from_pretrained(
+                dtype=torch.float32, trust_remote_code=False, local_files_only=True, use_safetensors=True
             )
-        else:
-            config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-            model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-            loaded = model_class.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    except SpecdecError:
+        raise
     # A damaged checkpoint makes transformers raise errors of many types, which mean the same to the caller.
     except Exception as error:
         first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise Unsupported(f"{flag}: {model} cannot be loaded for training: {first}") from error
-    return loaded
 
 
 def stored_dtype(model: str) -> torch.dtype:

@@ -60,8 +60,7 @@ def with_config(**values: Any) -> Callable[[Path], Path]:
     ("damage", "error", "words"),
     [
         (lambda folder: folder / "nowhere", InvalidRequest, "is not a directory"),
-        (with_config(quantization_config={"quant_method": "awq"}), Unsupported, "is quantised with awq; only fp8"),
-        (with_config(quantization_config=[4]), Unsupported, "is quantised with None"),
+        (with_config(quantization_config={"quant_method": "aqlm"}), Unsupported, "is quantised with aqlm; the own"),
         (lambda folder: folder / "model.safetensors", InvalidRequest, "is a file but not a GGUF file"),
         (without("config.json"), InvalidRequest, "has no config.json"),
         (without("tokenizer.json"), InvalidRequest, "has no tokenizer.json"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -97,6 +98,11 @@ def load_mtp(spec: LocalDraftSpec, target: TargetParts) -> Mtp:
 
 
 def _read_layers(model: PreTrainedModel) -> MtpModel:
+    # A model whose weights were computed does not name its files; see `checkpoint_model.reading`.
+    if not Path(str(model.config.name_or_path)).is_dir():
+        raise Unsupported(
+            "the MTP layer of a quantised checkpoint or a GGUF file is not read; use another draft", field=FIELD
+        )
     try:
         with quietly():
             return cast(MtpModel, MtpModel.from_pretrained(model, device_map={"": model.device}).eval())

@@ -6,9 +6,12 @@ layers above the worker. Called by `engine.load_pipeline` and its users.
 
 from __future__ import annotations
 
+import copy
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,15 +20,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from specdec.checkpoints.generation_config import end_token_ids
 from specdec.checkpoints.gguf.file import is_gguf
-from specdec.checkpoints.locate import checkpoint_fingerprint, require_plain_weights
+from specdec.checkpoints.locate import checkpoint_fingerprint
+from specdec.checkpoints.quantised.statement import read_quantisation
+from specdec.checkpoints.quantised.stored_weights import require_plain
 from specdec.checkpoints.vocabulary import vocabulary_fingerprint, vocabulary_size
+from specdec.checkpoints.weight_files import tensor_headers
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import KvLayout, ModelShape
+from specdec.engine.model.dequantise import QuantisedReader
 from specdec.engine.model.gguf_state import gguf_state
 from specdec.engine.model.layer_probe import PROBE_NAME
 
@@ -74,9 +82,7 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
         layers = ", ".join(sorted(other_layers))
         raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
     _drop_absent_padding(config)
-    if (quantisation := getattr(config, "quantization_config", None)) is not None:
-        require_plain_weights(model, quantisation)
-        quantisation["dequantize"] = True
+    read_quantisation(model, getattr(config, "quantization_config", None))
     return _text_alone(config)
 
 
@@ -201,28 +207,67 @@ def load_weights(
         kind: class whose `from_pretrained` loads it.
         directory: directory of the checkpoint; None if `options` hold the weights (`state_dict`). The weights of a GGUF
             file are read from the file.
-        options: further arguments of `from_pretrained`, such as `config` and `dtype`.
+        options: further arguments of `from_pretrained`: `config`, and others such as `dtype`.
 
     Raises:
         InvalidRequest: the checkpoint is damaged, or not every weight came from it.
-        Unsupported: as `gguf_state`.
+        Unsupported: its weights are quantised in a way that is not read, or as `gguf_state`.
     """
-    if directory is not None and is_gguf(path := Path(name).expanduser()):
-        kind = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(options["config"])])
-        directory, options["state_dict"] = None, gguf_state(path)
-    try:
-        with quietly():
-            # With `output_loading_info` the call returns a pair, which its annotation does not say.
-            loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], kind.from_pretrained(
-                cast(Path, directory), output_loading_info=True,
-                generation_config=GenerationConfig(),  # transformers fails on some values of the file
-                **{"attn_implementation": PROBE_NAME} | options,
-            ))  # fmt: skip
-    except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
-        raise InvalidRequest(f"model {name!r} cannot be loaded: {first_line(error)}", field="model") from error
+    with reading(name, kind, directory, options.pop("config")) as from_pretrained:
+        try:
+            with quietly():
+                # With `output_loading_info` the call returns a pair, which its annotation does not say.
+                loaded, report = cast(tuple[PreTrainedModel, dict[str, Any]], from_pretrained(
+                    output_loading_info=True,
+                    generation_config=GenerationConfig(),  # transformers fails on some values of the file
+                    **{"attn_implementation": PROBE_NAME} | options,
+                ))  # fmt: skip
+        except Exception as error:  # safetensors and transformers raise many kinds for a damaged checkpoint
+            raise InvalidRequest(f"model {name!r} cannot be loaded: {first_line(error)}", field="model") from error
     _require_all_weights(name, report)
     loaded.eval()
     return loaded
+
+
+@contextmanager
+def reading(
+    name: str, kind: type[PreTrainedModel | AutoModelForCausalLM], directory: Path | None, config: PreTrainedConfig
+) -> Iterator[Callable[..., PreTrainedModel]]:
+    """Yield `kind.from_pretrained` for a checkpoint; quantised weights are computed while it reads, within the block.
+
+    Arguments and errors are those of `load_weights`.
+    """
+    if directory is not None and is_gguf(path := Path(name).expanduser()):
+        yield _from_state(kind, config, gguf_state(path))
+        return
+    quantisation = read_quantisation(name, getattr(config, "quantization_config", None))
+    if quantisation is None or directory is None:
+        if directory is not None:
+            require_plain(name, tensor_headers(name, directory))
+        yield partial(kind.from_pretrained, cast(Path, directory), config=config)
+        return
+    if hasattr(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__], Conv1D.__name__):
+        raise Unsupported(
+            f"model {name!r} is of type {config.model_type}, whose quantised weights are not read: its layers hold "
+            "them transposed"
+        )
+    with QuantisedReader(name, directory, quantisation) as reader:
+        yield _from_state(kind, without_quantisation(config), reader.parts())
+
+
+def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a configuration for the weights as `QuantisedReader` returns them."""
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    return plain
+
+
+def _from_state(
+    kind: type[PreTrainedModel | AutoModelForCausalLM], config: PreTrainedConfig, state: Mapping[str, Any]
+) -> Callable[..., PreTrainedModel]:
+    if kind is AutoModelForCausalLM:  # which wants a directory
+        kind = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    return partial(kind.from_pretrained, cast(Path, None), config=config, state_dict=state)
 
 
 def _require_all_weights(model: str, report: Mapping[str, Any]) -> None:

@@ -20,9 +20,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from specdec.checkpoints.weight_files import safetensors_files
+from specdec.checkpoints.quantised.statement import Quantisation, read_quantisation
+from specdec.checkpoints.quantised.stored_weights import require_plain
+from specdec.checkpoints.weight_files import safetensors_files, tensor_headers
 from specdec.contract.errors import Unsupported
-from specdec.engine.model.checkpoint_model import has_other_half, load_weights, quietly
+from specdec.engine.model.checkpoint_model import has_other_half, load_weights, quietly, without_quantisation
+from specdec.engine.model.dequantise import QuantisedReader
 from specdec.engine.model.layer_probe import PROBE_NAME, refusing_failures
 
 
@@ -71,20 +74,29 @@ def read_model(
     if not has_other_half(config):
         return load_weights(name, AutoModelForCausalLM, directory, trust_remote_code=False, **options)
     kind, options["attn_implementation"] = _text_half_class(config), _text_attention(config)
-    with _stored_tensors(name, directory) as tensors:
+    quantisation = read_quantisation(name, getattr(config, "quantization_config", None))
+    if quantisation is not None:
+        options["config"] = without_quantisation(config)
+    with _stored_tensors(name, directory, quantisation) as tensors:
         if tensors:
             half = load_weights(name, kind, None, state_dict=tensors, **options)
         else:  # the files have PyTorch's own format
             half = load_weights(name, kind, directory, **options)
     for _, module, parameter in _own_parameters(half):
         module._parameters[parameter] = None
-    half.config.name_or_path = str(directory)  # heads of the checkpoint are read from there
+    if quantisation is None:
+        half.config.name_or_path = str(directory)  # heads of the checkpoint are read from there
     return half
 
 
 @contextmanager
-def _stored_tensors(name: str, directory: Path) -> Iterator[dict[str, Any]]:
+def _stored_tensors(name: str, directory: Path, quantisation: Quantisation | None) -> Iterator[dict[str, Any]]:
     """Yield the tensors of the safetensors files that exist, by their names; each is read when it is indexed."""
+    if quantisation is not None:
+        with QuantisedReader(name, directory, quantisation, text_only=True) as reader:
+            yield reader.parts()
+        return
+    require_plain(name, tensor_headers(name, directory, text_only=True))
     with ExitStack() as files:
         tensors: dict[str, Any] = {}
         for path in safetensors_files(name, directory):

@@ -218,7 +218,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(editable: Path, capfd: pytes
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda directory: (directory / "model.safetensors").write_bytes(b"no"), "cannot be loaded"),
+        (lambda directory: (directory / "model.safetensors").write_bytes(b"no"), "damaged model.safetensors: it ends"),
         (lambda directory: (directory / "model.safetensors").unlink(), "cannot be loaded"),
         (lambda directory: (directory / "config.json").unlink(), "has no config.json"),
         (lambda directory: (directory / "config.json").write_text("{"), "unreadable config.json"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.heads.factory import load_head
 from specdec.engine.heads.interface import TargetParts
 from specdec.engine.model.attention import register_attention
+from specdec.engine.model.checkpoint_model import load_config, load_weights
 from specdec.engine.model.layer_probe import PROBE_NAME, register_probe
 from specdec.settings.draft_specs import LocalDraftSpec
 from tests.support.head_drive import HeadDrive
@@ -79,6 +82,19 @@ def test_a_model_without_mtp_layers_is_refused_by_its_type(tmp_path: Path) -> No
     directory = build_tiny_model("llama", tmp_path)
     with pytest.raises(Unsupported, match="a model of type llama has no supported MTP layer"):
         load_head(MTP, parts(directory, 256))
+
+
+def test_the_mtp_layer_of_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
+    directory = build_mtp_checkpoint("mellum", tmp_path)
+    target = parts(directory)
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (directory / "config.json").write_text(json.dumps(config))
+    settings = load_config("model", directory)
+    model = load_weights("model", AutoModelForCausalLM, directory, config=settings, dtype=torch.float32)
+    with pytest.raises(
+        Unsupported, match="the MTP layer of a quantised checkpoint or a GGUF file is not read; use another draft"
+    ):
+        load_head(MTP, replace(target, model=model))
 
 
 def test_a_checkpoint_that_lacks_its_mtp_weights_is_refused_in_one_line(tmp_path: Path) -> None:
