@@ -17,6 +17,7 @@ import transformers
 
 from tests.support.architecture_rig import judge
 from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild
+from tools.quantisation_table import section
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 _VERSION_LINE = "The list is that of transformers {version},"
@@ -49,6 +50,9 @@ Every replica makes the same comparison for its own checkpoint before it serves 
 newer architecture is served correctly or refused, too. The comparison covers the smallest attention window or
 chunk of up to 1,024 tokens. A longer one is read from the model's mask and not compared beyond 1,024 tokens.
 
+## Architectures
+
+{quantised}
 ## Architectures
 
 | Architecture | Status | Reason |
@@ -100,7 +104,7 @@ def page() -> str:
                 lines.append(row(model_type, verdict.refusal, is_cache_right=verdict.is_cache_right))
             except CannotBuild as error:
                 lines.append(row(model_type, str(error), is_built=False))
-    head = _HEAD.format(version_line=_VERSION_LINE.format(version=transformers.__version__))
+    head = _HEAD.format(version_line=_VERSION_LINE.format(version=transformers.__version__), quantised=section())
     return head + "\n".join(lines) + "\n"
 
 

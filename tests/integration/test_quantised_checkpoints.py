@@ -22,6 +22,8 @@ from specdec.learning.trained_model import load_model
 from tests.support.quantised_checkpoints import BLOCK, FORMS, fp8_blocks, words, write_meant, write_quantised
 from tests.support.tiny_architectures import build_tiny_architecture
 from tests.support.tiny_models import build_tiny_model
+from tools.model_list import PAGE
+from tools.quantisation_table import section
 
 TOKENS = tuple(range(2, 22))
 #: Most of the logits' spread by which sums in another order differ.
@@ -134,6 +136,10 @@ def test_a_model_is_trained_from_the_numbers_that_a_checkpoint_means(plain: Path
     meant = write_quantised(plain, tmp_path / "quantised", FORMS["awq"])
     loaded = load_model(str(tmp_path / "quantised")).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in meant.items())
+
+
+def test_the_page_says_how_many_bytes_a_weight_of_each_form_takes() -> None:
+    assert section() in PAGE.read_text(), "run `make model-list`"
 
 
 def test_rounded_activations_are_named_when_a_checkpoint_is_loaded(
