@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from specdec.checkpoints.model_size import model_size
+from specdec.checkpoints.preflight import require_servable
 from specdec.checkpoints.quantised.statement import read_quantisation
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.engine.base import SequenceSlice, StepPlan
@@ -89,6 +91,16 @@ def test_logits_are_those_of_the_plain_checkpoint_in_transformers(architecture: 
     plain = build_tiny_model(architecture, tmp_path / "plain", vocabulary_size=64, num_layers=1)
     meant = write_quantised(plain, tmp_path / "quantised", FORMS[form])
     require_same_logits(tmp_path / "quantised", in_transformers(write_meant(plain, tmp_path / "meant", meant)))
+
+
+def test_the_text_half_of_a_quantised_model_that_reads_images_is_served(tmp_path: Path) -> None:
+    build_tiny_architecture("qwen3_vl", tmp_path / "plain")
+    meant = write_quantised(tmp_path / "plain", tmp_path / "quantised", FORMS["awq"])
+    require_servable(str(tmp_path / "quantised"), flag="--target")
+    assert model_size(str(tmp_path / "quantised")) == model_size(str(tmp_path / "plain"))
+    whole = write_meant(tmp_path / "plain", tmp_path / "meant", meant)
+    oracle = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32).eval()
+    require_same_logits(tmp_path / "quantised", oracle)
 
 
 @pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.has_oracle])
