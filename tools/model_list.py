@@ -17,7 +17,7 @@ import transformers
 
 from tests.support.architecture_rig import judge
 from tests.support.tiny_architectures import MODEL_TYPES, CannotBuild
-from tools.quantisation_table import section
+from tools import gguf_table, quantisation_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 _VERSION_LINE = "The list is that of transformers {version},"
@@ -50,8 +50,16 @@ Every replica makes the same comparison for its own checkpoint before it serves 
 newer architecture is served correctly or refused, too. The comparison covers the smallest attention window or
 chunk of up to 1,024 tokens. A longer one is read from the model's mask and not compared beyond 1,024 tokens.
 
-## Architectures
+## What was run
 
+| Family | Real weights, compared with Transformers token by token |
+|---|---|
+| Llama | SmolLM2-135M-Instruct from a GGUF file in Q4_1, on a CPU |
+| Qwen | Qwen2.5-Coder 1.5B with 0.5B as its draft, from GGUF files in Q4_K_M, on a CPU |
+| Gemma | Gemma 3 270M from a GGUF file in Q4_K_M, on a CPU |
+| all families below | none: tiny random models on a CPU, and some of them on an NVIDIA H100 |
+
+{gguf}
 {quantised}
 ## Architectures
 
@@ -104,7 +112,11 @@ def page() -> str:
                 lines.append(row(model_type, verdict.refusal, is_cache_right=verdict.is_cache_right))
             except CannotBuild as error:
                 lines.append(row(model_type, str(error), is_built=False))
-    head = _HEAD.format(version_line=_VERSION_LINE.format(version=transformers.__version__), quantised=section())
+    head = _HEAD.format(
+        version_line=_VERSION_LINE.format(version=transformers.__version__),
+        gguf=gguf_table.section(),
+        quantised=quantisation_table.section(),
+    )
     return head + "\n".join(lines) + "\n"
 
 

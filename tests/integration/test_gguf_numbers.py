@@ -16,6 +16,12 @@ from specdec.checkpoints.gguf.rope import DIVISORS
 from specdec.checkpoints.gguf.table import ARCHITECTURES
 from specdec.contract.errors import SpecdecError
 from tests.support.gguf_models import CASES, build, by_layer, load, require_same_logits, rope, write, write_case
+from tools.gguf_table import section
+from tools.model_list import PAGE
+
+
+def test_the_page_lists_the_architectures() -> None:
+    assert section() in PAGE.read_text(), "run `make model-list`"
 
 
 def test_every_architecture_is_tested() -> None:
