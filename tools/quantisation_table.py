@@ -10,7 +10,7 @@ import torch
 
 from specdec.checkpoints.quantised.statement import METHODS
 from specdec.engine.native.weight_formats import pack_shortest
-from tests.support.quantised_checkpoints import FORMS
+from tests.support.quantised_checkpoints import FORMS, WIDE_FORMS
 
 #: Description and form of each row.
 _ROWS = (
@@ -64,7 +64,7 @@ def section() -> str:
 
 def _row(description: str, form: str) -> str:
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
-    _, meant = FORMS[form].write(weight)
+    _, meant = WIDE_FORMS.get(form, FORMS[form]).write(weight)
     _, packed = pack_shortest(meant, len(meant) // 2)
     held = packed.nbytes / weight.numel()
     return f"| {description} | `{FORMS[form].settings['quant_method']}` | {held:g} |"

@@ -1,13 +1,14 @@
 """The shortest format that holds a weight matrix exactly, and packing into panels in that format.
 
 The format is found by conversion and comparison, not from the checkpoint's metadata. Weights that were stored in 16
-bits or in llama.cpp's Q4_1 or Q8_0 and then converted to float32 go back to their stored format; those of Q6_K and of
-other types without offsets become bytes with the same scales. The kernels restore the same float32 numbers. `layout.h`
-describes the formats (`Format` and `Product`). Called by `packing`.
+bits or in llama.cpp's Q4_1 or Q8_0 and then converted to float32 go back to their stored format. Signed integers of 4
+and 8 bits of published checkpoints and those of Q6_K keep their scales. The kernels restore the same float32 numbers.
+`layout.h` describes the formats (`Format` and `Product`). Called by `packing`.
 """
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -37,12 +38,16 @@ SHARED = 32
 #: The same for fine scales, without offsets; `FINE` in `layout.h`.
 FINE = 16
 #: Largest magnitudes of a group's integers, those of Q6_K and Q5_0 first.
-_FINE_STEPS = (*range(32, 0, -1), *range(33, 128))
+_FINE_STEPS = (*range(32, 0, -1), *range(33, 129))
+#: Largest magnitudes of signed integers of 4 and of 8 bits.
+_MOST4, _MOST8 = 8, 128
 #: Number of rows whose fine scales are sought at a time: it takes several copies of them.
 _FINE_AT_ONCE = 4096
 
 #: Number of rows that are tried first: if a format does not fit, these rows mostly show it.
 _FIRST_ROWS = 4
+#: Number of a group's inputs that are tried first, and the distance to an integer that rounding explains at most.
+_FIRST_INPUTS, _NEAR = 4, 1e-3
 
 
 class Scaled(NamedTuple):
@@ -81,10 +86,12 @@ def pack_shortest(weight: torch.Tensor, panel: int) -> tuple[Format, torch.Tenso
         for format_, scale in ((Format.SCALED4, _scale4), (Format.SCALED8, _scale8)):
             if all(torch.equal(scale(part).weight, part) for part in _from_small(weight)):
                 return format_, _pack_scaled(scale(weight), panel, format_)
-    shorter = halved(weight)
-    if shorter.dtype == torch.float32 and (fine := _fine8(weight)) is not None:
+        for format_, most in ((Format.SCALED4, _MOST4), (Format.SCALED8, _MOST8)):
+            if (scaled := _signed(weight, most)) is not None:
+                return format_, _pack_scaled(scaled, panel, format_)
+    if weight.shape[1] % FINE == 0 and (fine := _grouped(weight, FINE, _FINE_STEPS, torch.float32)) is not None:
         return Format.FINE8, _pack_fine(*fine, panel)
-    return pack(shorter, panel)
+    return pack(halved(weight), panel)
 
 
 def pack(weight: torch.Tensor, panel: int) -> tuple[Format, torch.Tensor]:
@@ -123,45 +130,87 @@ def _rounded(
     return Scaled(steps.nan_to_num_(0.0).round_().clamp_(least, most).to(dtype), scales, offsets)
 
 
-def _fine8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the weight as integers with fine scales, or None unless that is exact.
+def _signed(weight: torch.Tensor, most: int) -> Scaled | None:
+    """Return the weight as integers from `-most` to `most - 1` with a scale in float16, or None unless that is exact.
+
+    Integers of 4 bits are stored unsigned, with minus eight times the scale as the offset.
+    """
+    found = _grouped(weight, SHARED, tuple(range(most, 0, -1)), torch.float16)
+    if found is None:
+        return None
+    integers, scales = found[0], found[1].half()
+    if most == _MOST8:
+        return Scaled(integers, scales, torch.zeros_like(scales))
+    offsets = -_MOST4 * scales
+    return Scaled((integers + _MOST4).to(torch.uint8), scales, offsets) if bool(offsets.isfinite().all()) else None
+
+
+def _grouped(
+    weight: torch.Tensor, size: int, steps: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the weight as integers whose scale `size` consecutive inputs share, or None unless that is exact.
 
     Args:
         weight: float32 [outputs, inputs].
+        size: divides the inputs.
+        steps: magnitudes that the largest integer of a group may have, in the order in which they are tried.
+        dtype: dtype that holds the scales.
 
     Returns:
-        int8 [outputs, inputs / FINE, FINE] and float32 [outputs, inputs / FINE].
+        int8 [outputs, inputs / size, size] and float32 [outputs, inputs / size].
     """
-    if weight.shape[1] % FINE or _fine_rows(weight[:_FIRST_ROWS]) is None:
+    if _grouped_rows(weight[:_FIRST_ROWS], size, steps, dtype) is None:
         return None
     parts = []
     for rows in weight.split(_FINE_AT_ONCE):
-        if (part := _fine_rows(rows)) is None:
+        if (part := _grouped_rows(rows, size, steps, dtype)) is None:
             return None
         parts.append(part)
     integers, scales = map(torch.cat, zip(*parts, strict=True))
     return integers, scales
 
 
-def _fine_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return what `_fine8` does, for a few rows.
+def _grouped_rows(
+    weight: torch.Tensor, size: int, steps: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what `_grouped` does, for a few rows.
 
-    A group's largest number is its scale times an integer that is not known, so every integer is tried.
+    A group's largest number is its scale times an integer that is not known, so every integer is tried: on a few of the
+    group's numbers, and on all of them if those are near integers.
     """
-    groups = weight.reshape(-1, FINE)
-    integers = torch.zeros(groups.shape, dtype=torch.int8)
-    scales = torch.zeros(len(groups))
-    left = torch.arange(len(groups))
-    for largest in _FINE_STEPS:
-        tried = groups[left]
-        scale = tried.abs().amax(-1) / largest
-        steps = (tried / scale.unsqueeze(-1)).nan_to_num_(0.0).round_()  # a group of zeros has the scale 0
-        fits = (steps * scale.unsqueeze(-1) == tried).all(-1)
-        integers[left[fits]], scales[left[fits]] = steps[fits].to(torch.int8), scale[fits]
-        left = left[~fits]
+    groups = weight.reshape(-1, size)
+    largest_numbers = groups.abs().amax(-1)
+    integers, scales = torch.zeros(groups.shape, dtype=torch.int8), torch.zeros(len(groups))
+    left = largest_numbers.nonzero().squeeze(-1)  # a group of zeros has the scale 0
+    first = groups[left, :_FIRST_INPUTS]
+    for step in steps:
+        counted = first * (step / largest_numbers[left]).unsqueeze(-1)
+        near = ((counted - counted.round()).abs() < _NEAR).all(-1)
+        found = torch.zeros_like(near)
+        found[near] = _fill(groups, left[near], largest_numbers[left[near]] / step, integers, scales, max(steps), dtype)
+        left, first = left[~found], first[~found]
         if not len(left):
-            return integers.view(len(weight), -1, FINE), scales.view(len(weight), -1)
+            return integers.view(len(weight), -1, size), scales.view(len(weight), -1)
     return None
+
+
+def _fill(
+    groups: torch.Tensor, rows: torch.Tensor, quotients: torch.Tensor, integers: torch.Tensor, scales: torch.Tensor,
+    most: int, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Write integers and scale of the rows of `groups` that are exact multiples of a scale; return which are.
+
+    The scale is the row's quotient. If the products were rounded, it may be the number next to it.
+    """
+    is_found = torch.zeros(len(rows), dtype=torch.bool)
+    for neighbour in (0.0, math.inf, -math.inf) if dtype == torch.float32 else (0.0,):
+        scale = (torch.nextafter(quotients, torch.tensor(neighbour)) if neighbour else quotients).to(dtype).float()
+        tried = groups[rows]
+        counted = (tried / scale.unsqueeze(-1)).round()
+        fits = (counted * scale.unsqueeze(-1) == tried).all(-1) & (counted < most).all(-1) & ~is_found
+        integers[rows[fits]], scales[rows[fits]] = counted[fits].to(torch.int8), scale[fits]
+        is_found |= fits
+    return is_found
 
 
 def _pack_fine(integers: torch.Tensor, scales: torch.Tensor, panel: int) -> torch.Tensor:
