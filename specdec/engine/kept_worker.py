@@ -211,9 +211,11 @@ def _from_file(kept: KeptLayout, request: LoadRequest, library: ctypes.CDLL, cac
     """Pack the weights of a GGUF file. Raises Unreadable."""
     file = GgufFile(Path(request.model).expanduser())
     config = json.loads((locate_checkpoint(request.model) / "config.json").read_bytes())
-    numbers = LlamaNumbers(**kept.facts["numbers"])
+    numbers, weights = LlamaNumbers(**kept.facts["numbers"]), weights_of(file, config)
+    if (len(numbers.windows), numbers.hidden) != (config["num_hidden_layers"], config["hidden_size"]):
+        raise Unreadable("it is of another model")
     cosines, sines = map(torch.from_numpy, kept.arrays()[-2:])
-    layout = FileLayout(library, weights_of(file, config), FromFile(numbers, (cosines, sines)), caches)
+    layout = FileLayout(library, weights, FromFile(numbers, (cosines, sines)), caches)
     file.release()
     return layout.packed
 

@@ -20,6 +20,7 @@ from bench.systems.models import DEMO
 from specdec.checkpoints.artifact_cache import cache_directory
 from specdec.checkpoints.gguf.file import GgufFile
 from specdec.checkpoints.gguf.weights import Weight
+from specdec.contract.errors import InvalidRequest
 from specdec.engine.base import SequenceSlice, StepPlan, Worker
 from specdec.engine.kept_worker import load_kept_worker
 from specdec.engine.kernels.library import load_library
@@ -87,8 +88,15 @@ class Written:
     """transformers' model with the same numbers."""
 
 
-def write(path: Path, kind: str, kinds: Mapping[str, str] | None = None) -> Written:
-    """Write a Llama with random blocks as llama.cpp's converter does. `kinds`: other kinds of some matrices."""
+def write(path: Path, kind: str, kinds: Mapping[str, str] | None = None, *, scale: float | None = None) -> Written:
+    """Write a Llama with random blocks as llama.cpp's converter does.
+
+    Args:
+        path: the file.
+        kind: kind of the matrices.
+        kinds: other kinds of some matrices.
+        scale: scale of the first block of one matrix.
+    """
     model = LlamaForCausalLM(CONFIG).eval()
     state, writer = model.state_dict(), gguf.GGUFWriter(path, "llama")
     heads = {"attn_q": CONFIG.num_attention_heads, "attn_k": CONFIG.num_key_value_heads}
@@ -118,6 +126,8 @@ def write(path: Path, kind: str, kinds: Mapping[str, str] | None = None) -> Writ
             if stored
             else {"embed_tokens": "token_embd", "lm_head": "output"}[place[-2]] + ".weight"
         )
+        if scale is not None and whole == "blk.1.ffn_down.weight":
+            rows[0, :2] = np.array([scale], np.float16).view(np.uint8)
         writer.add_tensor(whole, rows, raw_dtype=GGMLQuantizationType[of_tensor])
         read = numbers_of(rows, of_tensor)
         if stored in heads:  # the file has the rows in the order of llama.cpp's rotary embedding
@@ -238,3 +248,18 @@ def test_blocks_are_multiplied_on_processors_with_narrower_vectors(
     }
     written = write(tmp_path / "model.gguf", "Q4_K", others)
     assert_computes(load_worker(request(written.path, compiled_in=tmp_path / "kept")), written.model)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0"])
+def test_an_offset_that_binary16_does_not_hold_is_computed_all_the_same(kind: str, tmp_path: Path) -> None:
+    written = write(tmp_path / "model.gguf", kind, scale=9000.0)
+    with torch.inference_mode():
+        expected = written.model(torch.tensor([PROMPT])).logits[0]
+    logits = logits_of(load_worker(request(written.path)))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.std()))
+
+
+def test_weights_that_give_no_numbers_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", "Q4_0", scale=float("nan")).path
+    with pytest.raises(InvalidRequest, match="gives no numbers"):
+        load_worker(request(path))

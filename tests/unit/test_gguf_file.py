@@ -128,8 +128,33 @@ def test_the_parts_of_a_file_are_read_together_whichever_is_named(tmp_path: Path
         assert file.strings("tokenizer.ggml.tokens") == ["a", "\N{GRINNING FACE}", "c"]
         assert file.num_bytes == sum(each.stat().st_size for each in parts)
     parts[1].write_bytes(parts[0].read_bytes())
-    assert "tensor 'first' is in two parts" in refusal_of(parts[0])
+    assert f"{parts[1].name} has split.no 0 instead of 1" in refusal_of(parts[0])
     parts[1].unlink()
     assert f"has 2 parts, and {parts[1].name} is missing" in refusal_of(parts[0])
     alone = parts[0].rename(tmp_path / "alone.gguf")
     assert "split.count is 2, and by its name it has 1 parts" in refusal_of(alone)
+
+
+def test_parts_of_two_files_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", in_parts=True)
+    first, second = sorted(tmp_path.glob("*.gguf"))
+    whole = second.read_bytes()
+    number_at = whole.index(b"split.no") + len(b"split.no") + 4
+    second.write_bytes(whole[:number_at] + b"\x07" + whole[number_at + 1 :])
+    assert f"{second.name} has split.no 7 instead of 1" in refusal_of(first)
+
+
+def test_a_name_that_counts_wrongly_is_that_of_a_whole_file(tmp_path: Path) -> None:
+    for name in ("model-00001-of-00000.gguf", "model-00005-of-00001.gguf"):
+        assert GgufFile(write(tmp_path / name)).num_parts == 1
+
+
+def test_lists_and_strings_of_absurd_lengths_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    whole = path.read_bytes()
+    list_at = whole.index(b"some.flags") + len(b"some.flags") + 8
+    path.write_bytes(whole[:list_at] + (1 << 40).to_bytes(8, "little") + whole[list_at + 8 :])
+    assert "'some.flags' is a list of 1099511627776 values" in refusal_of(path)
+    token_at = whole.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 16
+    path.write_bytes(whole[:token_at] + (1 << 63).to_bytes(8, "little") + whole[token_at + 8 :])
+    assert "is damaged: " in refusal_of(path)

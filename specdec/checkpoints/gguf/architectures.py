@@ -132,6 +132,8 @@ def _value(numbers: ModelNumbers, key: str, number: Number, sizes: Mapping[str, 
 def _epsilon(architecture: Architecture, numbers: ModelNumbers) -> dict[str, Any]:
     key, field = architecture.epsilon
     epsilon = numbers.real(key)
+    if epsilon < 0:
+        numbers.refuse(key, epsilon)
     for other in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"):
         numbers.require(other, epsilon)  # converters may write both
     return {field: epsilon}

@@ -29,6 +29,8 @@ _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
+#: Longest list in the metadata; the largest vocabularies have a tenth of this.
+_MOST_ELEMENTS = 4_000_000
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -162,7 +164,10 @@ class GgufFile:
 
     def _joined(self) -> dict[str, StoredTensor]:
         tensors: dict[str, StoredTensor] = {}
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
+            for key, own in (("split.no", number), ("general.architecture", self.architecture)):
+                if self.num_parts > 1 and part.metadata.get(key, own) != own:
+                    self._refuse(f"{part.path.name} has {key} {part.metadata[key]!r:.80} instead of {own!r}")
             stated = part.metadata.get("split.count", self.num_parts)
             if not (
                 is_count(stated, self.num_parts, self.num_parts) or (self.num_parts == 1 and is_count(stated, 0, 1))
@@ -197,7 +202,7 @@ def parts_of(path: Path) -> list[Path]:
         InvalidRequest: a part is missing.
     """
     found = _PART.fullmatch(path.name)
-    if found is None or not path.is_file():
+    if found is None or not path.is_file() or not 1 <= int(found[2]) <= int(found[3]):
         return [path]
     stem, _, count = found.groups()
     parts = [path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
@@ -215,7 +220,7 @@ def _read(path: Path) -> _Part:
         _read_header(part)
     except (_CutOff, struct.error):
         raise _damaged(path, "it ends within its header; was the download cut short?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise _damaged(path, str(error)) from error
     return part
 
@@ -305,6 +310,8 @@ def _value(part: _Part, key: str, at: int, kind: int) -> tuple[Any, int]:
         return _string(held, at)
     of, count = struct.unpack_from("<IQ", held, at) if kind == _ARRAY else (None, 0)
     at += 12
+    if count > _MOST_ELEMENTS:
+        raise _damaged(part.path, f"{key!r:.80} is a list of {count} values, and at most {_MOST_ELEMENTS} are read")
     if of in _SCALARS:
         end = at + count * struct.calcsize(f"<{_SCALARS[of]}")
         if end > len(held):

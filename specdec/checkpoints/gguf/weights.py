@@ -25,8 +25,8 @@ _QUERIES_KEYS_VALUES, _JOINED = ("attn_q", "attn_k", "attn_v"), "attn_qkv"
 _EXPERT_PARTS, _JOINED_EXPERTS = ("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps"
 #: Parameters whose names do not end with `.weight`.
 _BARE = re.compile(r".*\.(experts\.\w+|sinks|scale|per_expert_scale|layer_scalar)")
-#: Types of tensors that hold no weights.
-_NOT_WEIGHTS = {"I8", "I16", "I32", "I64"}
+#: Types of tensors that hold no weights, or that no model uses for them.
+_NOT_WEIGHTS = {"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,8 +166,8 @@ class _Finder:
             )
         if (kind := KINDS[stored.kind].name) in _NOT_WEIGHTS:
             raise Unsupported(
-                f"model {str(self._file.path)!r} has the tensor {name} of type {kind}, which holds no weights here; "
-                "serve it with --backend llama-cpp",
+                f"model {str(self._file.path)!r} has the tensor {name} of type {kind}, which models do not use for "
+                "weights; serve it with --backend llama-cpp",
                 field="model",
             )
         self._left.pop(name, None)

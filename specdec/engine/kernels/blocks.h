@@ -61,7 +61,7 @@ inline float of_half(uint16_t half) {
     return sign ? -size : size;
 }
 
-// Returns -2^exponent times a binary16 number. It is infinite if no binary16 number is that.
+// Returns -2^exponent times a binary16 number. It is infinite if no binary16 number is that; `overflows` tells.
 inline uint16_t minus_times_power(uint16_t half, int exponent) {
     const uint16_t sign = (half & 0x8000u) ^ 0x8000u;
     uint32_t size = half & 0x7fffu;
@@ -177,8 +177,13 @@ inline void put_scaled(const uint8_t* integers, int count, float scale, float of
         to[input] = scale * static_cast<float>(static_cast<Integer>(integers[input])) + offset;
 }
 
+// Returns the integer of a kind that stands for 0, if the kind stores no offset for it.
+inline int zero_of(int64_t kind) { return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : 0; }
+
 // Writes the numbers that the parts represent.
-inline void put_numbers(Format format, const Parts& parts, int64_t count, float* to) {
+inline void put_numbers(int64_t kind, const Parts& parts, int64_t count, float* to) {
+    const Format format = held_in(kind).format;
+    const int zero = zero_of(kind);
     if (format == SUPER6) {
         const float factor = of_half(parts.factors[0]);
         for (int64_t input = 0; input < count; input += FINE) {
@@ -195,6 +200,9 @@ inline void put_numbers(Format format, const Parts& parts, int64_t count, float*
                                 -of_offsets * parts.offsets[at], to + input);
         else if (format == SCALED8)
             put_scaled<int8_t>(parts.integers + input, SHARED, of_half(parts.shared[at][0]), 0.0f, to + input);
+        else if (zero)  // in float32, because binary16 does not hold every offset
+            put_scaled<uint8_t>(parts.integers + input, SHARED, of_half(parts.shared[at][0]),
+                                -zero * of_half(parts.shared[at][0]), to + input);
         else
             put_scaled<uint8_t>(parts.integers + input, SHARED, of_half(parts.shared[at][0]),
                                 of_half(parts.shared[at][1]), to + input);
@@ -217,8 +225,16 @@ inline void put_row(int64_t kind, const uint8_t* row, int64_t inputs, float* to)
     for (int64_t input = 0; input < inputs; input += SUPER) {
         Parts parts;
         take_apart(kind, row, input, inputs, parts);
-        put_numbers(held_in(kind).format, parts, inputs - input < SUPER ? inputs - input : SUPER, to + input);
+        put_numbers(kind, parts, inputs - input < SUPER ? inputs - input : SUPER, to + input);
     }
+}
+
+// Returns whether an offset of a row's block is too large for binary16, although its scale is not.
+inline bool overflows(int64_t kind, const Parts& parts, int64_t count) {
+    if (!zero_of(kind)) return false;
+    for (int64_t at = 0; at < count / SHARED; ++at)
+        if ((parts.shared[at][0] & 0x7c00u) != 0x7c00u && (parts.shared[at][1] & 0x7c00u) == 0x7c00u) return true;
+    return false;
 }
 
 inline uint8_t* put_halves(const Parts* rows, uint16_t (*half)(const Parts&, int), int at, uint8_t* to) {

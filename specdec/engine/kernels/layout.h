@@ -40,7 +40,12 @@ int64_t grouped(int64_t inputs) { return (inputs + GROUP - 1) / GROUP * GROUP; }
 // - bfloat16: likewise, with the outputs of the panel's two halves interleaved, for fewer instructions.
 // - int8: [ceil(outputs / PANEL)][ceil(inputs / GROUP)][PANEL][GROUP].
 // - scaled: [ceil(outputs / PANEL)][inputs / SHARED], each with PANEL scales and PANEL offsets in binary16, then SHARED
-//   times PANEL integers: signed bytes, or unsigned half bytes whose low halves are the panel's first outputs.
+//   times PANEL integers: signed bytes, or unsigned half bytes whose low halves are the panel's first outputs; of 5 bits
+//   with the fifth bits of 4 inputs, a byte of each lane, in front of their half bytes.
+// - super, 4 and 5 bits: for each SUPER inputs PANEL factors of scales and PANEL of offsets in binary16; then for each
+//   SHARED of them PANEL scales and PANEL offsets in bytes, and the integers as in scaled.
+// - super, 6 bits: for each SUPER inputs PANEL factors in binary16; then for each FINE of them PANEL scales in signed
+//   bytes, and integers whose two upper bits are those of 2 inputs, a byte of each lane, in front of their half bytes.
 // - fine: [ceil(outputs / PANEL)][inputs / FINE], each with PANEL scales in float32, then FINE times PANEL signed bytes.
 struct Product {
     const void* weights;
@@ -122,7 +127,8 @@ struct Batch {
     float* attended;              // [tokens, heads * head_dim]
     float* gate_up;               // [tokens, padded 2 * mlp]
     float* joined;                // [tokens, widest input of a draft head]
-    uint8_t* integers;            // [tokens, 2 * widest inputs in whole groups]: rows as 16-bit integers
+    uint8_t* integers;            // [tokens, 2 * widest inputs in whole groups]: rows as 16-bit integers, or the sums of
+                                  // each FINE inputs in float32, which take less
     float* row_scales;            // [tokens]: scales of `integers`
     float* scores;                // [num_threads, MAX_QUERIES, longest context in whole blocks]
     int64_t scores_width;

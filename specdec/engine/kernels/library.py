@@ -129,8 +129,8 @@ def _load(path: Path) -> ctypes.CDLL:
     library.specdec_fits.argtypes = [number] * 2
     library.specdec_format_of.argtypes, library.specdec_format_of.restype = [number], number
     library.specdec_panel_bytes.argtypes, library.specdec_panel_bytes.restype = [number] * 2, number
-    for rows in (library.specdec_pack_blocks, library.specdec_widen_rows):
-        rows.argtypes, rows.restype = [number, pointer, number, number, pointer, ctypes.c_int], None
+    for rows, result in ((library.specdec_pack_blocks, number), (library.specdec_widen_rows, None)):
+        rows.argtypes, rows.restype = [number, pointer, number, number, pointer, ctypes.c_int], result
     library.specdec_coupled_choices.argtypes = [pointer, number, number, pointer, pointer, ctypes.c_int]
     library.specdec_coupled_choices.restype = None
     library.specdec_argmax.argtypes = [pointer, number, number, number, pointer, pointer]

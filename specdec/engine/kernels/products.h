@@ -166,8 +166,12 @@ inline MultiplyPanel multiply_of(int64_t format) {
     }
 }
 
+// Returns whether a part of a product needs the sums of x.
 inline bool has_blocks(const Product& product) {
-    return product.format >= SCALED4 && product.format != FINE8 || (product.rest && has_blocks(*product.rest));
+    switch (product.format) {
+        case SCALED4: case SCALED5: case SCALED8: case SUPER4: case SUPER5: case SUPER6: return true;
+        default: return product.rest && has_blocks(*product.rest);
+    }
 }
 
 // Multiplies by one panel of a product, whose outputs may have several formats.

@@ -63,20 +63,27 @@ int64_t specdec_panel_bytes(int64_t kind, int64_t inputs) {
     return PANEL * (scales + inputs * bits / 8);
 }
 
-// Packs rows of blocks of one kind into whole panels; `rows` has the address of each, null for a row of zeros.
-void specdec_pack_blocks(int64_t kind, const uint8_t* const* rows, int64_t num_panels, int64_t inputs, uint8_t* to,
-                         int num_threads) {
+// Packs rows of blocks of one kind into whole panels; `rows` has the address of each, null for a row of zeros. Returns the
+// number of panels that the format does not hold.
+int64_t specdec_pack_blocks(int64_t kind, const uint8_t* const* rows, int64_t num_panels, int64_t inputs, uint8_t* to,
+                            int num_threads) {
     const int64_t panel_bytes = specdec_panel_bytes(kind, inputs);
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    int64_t num_failed = 0;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1) reduction(+ : num_failed)
     for (int64_t panel = 0; panel < num_panels; ++panel) {
         uint8_t* at = to + panel * panel_bytes;
         for (int64_t input = 0; input < inputs; input += SUPER) {
+            const int64_t count = inputs - input < SUPER ? inputs - input : SUPER;
             Parts parts[PANEL] = {};
             for (int lane = 0; lane < PANEL; ++lane)
-                if (const uint8_t* row = rows[panel * PANEL + lane]) take_apart(kind, row, input, inputs, parts[lane]);
-            at = put_panel(held_in(kind).format, parts, inputs - input < SUPER ? inputs - input : SUPER, at);
+                if (const uint8_t* row = rows[panel * PANEL + lane]) {
+                    take_apart(kind, row, input, inputs, parts[lane]);
+                    num_failed += overflows(kind, parts[lane], count);
+                }
+            at = put_panel(held_in(kind).format, parts, count, at);
         }
     }
+    return num_failed;
 }
 
 // Writes rows of a GGUF file as float32; `rows` has the address of each.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from specdec.contract.errors import Unsupported
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
 from specdec.engine.model.batch import AttentionKind
@@ -85,7 +85,11 @@ def sequence_lengths(shape: ModelShape, kinds: Sequence[AttentionKind]) -> tuple
 def take_reference(
     model: PreTrainedModel, shape: ModelShape, kinds: Sequence[AttentionKind], arithmetic: Arithmetic
 ) -> Reference:
-    """Run the model's own forward pass; its attention implementation is `eager` afterwards."""
+    """Run the model's own forward pass; its attention implementation is `eager` afterwards.
+
+    Raises:
+        InvalidRequest: a row of logits has no finite number.
+    """
     generator = torch.Generator().manual_seed(0)
     sequences = tuple(
         tuple(torch.randint(shape.vocabulary_size, (length,), generator=generator).tolist())
@@ -96,6 +100,11 @@ def take_reference(
         logits = tuple(_run(model, tokens, shape.vocabulary_size) for tokens in sequences)
         with _disturbed(model, arithmetic.rounding):
             disturbed = _run(model, sequences[-1], shape.vocabulary_size)
+    if not all(rows.isfinite().any(dim=1).all() for rows in logits):
+        raise InvalidRequest(
+            "the model's own forward pass gives no numbers (NaN or infinity): its weights or numbers are damaged",
+            field="model",
+        )
     finite = torch.cat([rows[rows.isfinite()] for rows in logits])
     spread = (float(finite.std()) if len(finite) > 1 else 0.0) or 1.0
     return Reference(sequences, logits, spread, difference(disturbed, logits[-1], spread))

@@ -27,7 +27,7 @@ PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileRows:
-    """Rows of one kind."""
+    """Rows of one kind. They are addresses, so the mapped file must live longer."""
 
     kind: int
     """Key of `specdec.checkpoints.gguf.file.KINDS`."""

@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import json
 import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,8 @@ def keep(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, also by the process's end
         except BlockingIOError:
             return
+        if not unfinished.exists() or not os.path.samestat(os.fstat(file.fileno()), unfinished.stat()):
+            return  # another process has finished it meanwhile, and this is its file
         try:
             file.truncate(0)  # a process that was killed may have left some of it
             file.write(_MAGIC + len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)

@@ -143,9 +143,11 @@ class Packing:
         addresses[: len(rows)] = rows.addresses
         num_panels = len(addresses) // self._panel
         packed = self.take(num_panels * self._library.specdec_panel_bytes(rows.kind, rows.inputs))
-        self._library.specdec_pack_blocks(
+        num_failed = self._library.specdec_pack_blocks(
             rows.kind, addresses.ctypes.data, num_panels, rows.inputs, packed.ctypes.data, torch.get_num_threads()
         )
+        if num_failed:  # scales so large that their offsets are not finite
+            return self.product(rows.widened(self._library), bias)
         return Product(
             weights=packed.ctypes.data, format=format_, bias=None if bias is None else self.keep(self._pad(bias)),
             inputs=rows.inputs, outputs=len(rows),

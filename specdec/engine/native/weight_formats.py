@@ -207,7 +207,8 @@ def _fill(
         scale = (torch.nextafter(quotients, torch.tensor(neighbour)) if neighbour else quotients).to(dtype).float()
         tried = groups[rows]
         counted = (tried / scale.unsqueeze(-1)).round()
-        fits = (counted * scale.unsqueeze(-1) == tried).all(-1) & (counted < most).all(-1) & ~is_found
+        fits = (counted * scale.unsqueeze(-1) == tried).all(-1) & ~is_found
+        fits &= ((counted >= -most) & (counted < most)).all(-1)  # a scale that was rounded may ask for more
         integers[rows[fits]], scales[rows[fits]] = counted[fits].to(torch.int8), scale[fits]
         is_found |= fits
     return is_found
