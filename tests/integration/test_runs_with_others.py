@@ -303,7 +303,7 @@ async def test_a_thousand_steps_of_runs_leave_the_time_of_the_link_unchanged() -
         coordinator = await rig.coordinator()
         await coordinator.generate(request(gamma=3, max_new_tokens=60))
         asked.clear()
-        (stats,) = coordinator.servicer._draft_sources._stats.values()
+        (stats,) = coordinator.servicer._draft_sources._stats.of_adapter("").values()
         stats.link_s, stats.run_link_s = Counted(stats.link_s), Counted(stats.run_link_s)
         for number in range(4):
             await coordinator.generate(request(session_id=f"s{number}", gamma=0, max_new_tokens=400))
