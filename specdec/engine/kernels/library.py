@@ -68,7 +68,7 @@ def load_early(directory: Path) -> None:
     """Begin to load the kernels in a thread, because their compilation takes as long as the import of torch."""
 
     def load() -> None:
-        with contextlib.suppress(Unsupported):  # whoever needs them reports it
+        with contextlib.suppress(Unsupported):  # the loader calls `load_library` again and reports the error
             load_library(directory)
 
     threading.Thread(target=load, name="kernels", daemon=True).start()
