@@ -87,19 +87,20 @@ def test_each_kind_of_requests_gets_the_pool_that_is_good_at_it_and_pools_shows_
                     seed=2 * index + parity, task=task, provenance=True,
                 )  # fmt: skip
                 client.delete_session(result.session_id)
-        chosen = {
-            route["request_class"]: (pool["name"], route)
+        routes = [
+            (pool["name"], route)
             for pool in json.loads(specdec("pools", "--json", "--endpoint", routed).stdout)["pools"]
             for route in pool["routes"]
-            if route["is_chosen"]
-        }
+        ]
+        chosen = {route["request_class"]: (name, route) for name, route in routes if route["is_chosen"]}
     assert {name: pool for name, (pool, _) in chosen.items()} == {
         "sql/rejection/greedy": "b-even",
         "tests/rejection/greedy": "a-odd",
     }
-    for _, route in chosen.values():
+    for request_class, (_, route) in chosen.items():
         assert route["alpha"] == pytest.approx(0.95, abs=0.05)
-        assert route["weight"] > 0.6
+        # By how much depends on how long a round takes on a loaded machine, not only on what is accepted.
+        assert route["weight"] == max(other["weight"] for _, other in routes if other["request_class"] == request_class)
     shown = specdec("pools", "--endpoint", routed).stdout
     assert shown.count("chosen") == 2
 

@@ -49,7 +49,7 @@ FAULTS: list[tuple[str, dict[str, np.ndarray | None], str, str]] = [
     ("llama", {"blk.3.attn_q.weight": np.ones((32, 32), np.float32)}, "UNSUPPORTED",
      "has the tensor blk.3.attn_q.weight"),
     ("llama", {"blk.0.attn_norm.weight": np.ones(32, np.int32)}, "UNSUPPORTED",
-     "has the tensor blk.0.attn_norm.weight of type I32, which holds no weights here"),
+     "has the tensor blk.0.attn_norm.weight of type I32, which models do not use for weights"),
 ]  # fmt: skip
 
 

@@ -215,8 +215,9 @@ def test_wider_products_use_pytorch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_rows_with_nans_or_infinities_stay_not_finite_in_int8(tmp_path: Path, value: float) -> None:
-    path = build_tiny_model("llama", tmp_path, vocabulary_size=VOCABULARY_SIZE)
+    path = build_tiny_model("llama", tmp_path, vocabulary_size=4096)
     weights = load_file(path / "model.safetensors")
+    # One of the many tokens that the check before serving, which takes the same every time, does not read.
     weights["model.embed_tokens.weight"][7, 3] = value
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     bad, good = SequenceSlice((5, 7), 0, (0,), 1), SequenceSlice((5, 6), 0, (1,), 1)
