@@ -17,7 +17,7 @@ import numpy as np
 from draft_service.drafting import DraftProgram
 from draft_service.fan_out_policy import Predraft
 from draft_service.predraft import MAX_TREES, NUM_LIKELIEST, Predrafter, PredraftObserver
-from specdec.contract.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.types import Proposal, ProposeRequest, SamplingFilters, Score, ScoreRequest
 from specdec.core.sparse import DEFAULT_COVERAGE, default_s_max
 from specdec.engine.base import StepObserver, Worker
@@ -75,6 +75,10 @@ class Proposer(ReplicaEngine):
         """
         s_max = drafting.max_support
         is_ahead = drafting.predraft is not Predraft.OFF
+        if is_ahead and worker.shape.num_states:
+            raise Unsupported(
+                "a draft model with recurrent layers does not draft ahead; remove --predraft", field="predraft"
+            )
         program = DraftProgram(
             s_max=default_s_max(worker.shape.vocabulary_size) if s_max is None else s_max,
             coverage=drafting.support_coverage,

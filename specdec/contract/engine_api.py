@@ -120,6 +120,12 @@ class EngineStats:
     """Number of calls that were refused because the KV blocks were reserved for other turns, or too few."""
     num_preemptions: int = 0
     """Number of admitted calls that gave up their KV and ran it again."""
+    num_replayed_tokens: int = 0
+    """Number of tokens of hybrids that ran again, from the newest recurrent state before them."""
+    session_state_bytes: int = 0
+    """Bytes of the recurrent states of sessions."""
+    snapshot_state_bytes: int = 0
+    """Bytes of the recurrent states that are kept for other sessions and later turns."""
     is_stalled: bool = False
 
 

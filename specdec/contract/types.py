@@ -43,6 +43,9 @@ SIMULATED_PREFIX = "simulated:"
 #: Tokens per KV block and per link of the chain hash. Both sides of every link must use the same value.
 BLOCK_TOKENS = 16
 
+#: Slots for the recurrent states of a hybrid's session with a running call, whatever gamma is.
+SLOTS_PER_SESSION = 2
+
 #: Largest number of committed tokens that a draft scores in one call. Other calls may wait for that one step.
 MAX_SCORED_TOKENS = 64
 

@@ -41,6 +41,20 @@ class LiveTable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SliceStates:
+    """The recurrent state that a slice begins with, and those that are saved on the way.
+
+    A slot holds the states of all recurrent layers of a hybrid after some number of a sequence's tokens.
+    """
+
+    source: int | None
+    """Slot of the state before the slice's first token; None: the slice begins its sequence."""
+    saves: tuple[tuple[int, int], ...] = ()
+    """(n, slot), in ascending order of n: the slot receives the state after the slice's first n tokens. It may be the
+    source."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSlice:
     """Consecutive tokens of one sequence, to run in one step."""
 
@@ -53,6 +67,8 @@ class SequenceSlice:
     """Number of tokens, counted from the end, whose logits are returned; 0 for a prefill chunk other than the last."""
     draft_index: int = 0
     """In a draft step, which has one token a slice: number of the session's draft tokens before the drafted one."""
+    states: SliceStates | None = None
+    """States of a hybrid; None: the slice begins its sequence, and its states are not kept."""
     table: LiveTable | None = field(default=None, compare=False, repr=False)
     """Table of which `block_table` is a prefix, for workers that cache it; None if there is none. It is not sent to
     other processes."""
@@ -107,6 +123,10 @@ class ModelShape:
     """Names of the drafts that the worker computes itself."""
     local_gammas: tuple[int, ...] = ()
     """Most tokens of each local draft, 0 if there is no limit; () if none has a limit."""
+    num_states: int = 0
+    """Number of slots for recurrent states; 0: the model has none."""
+    state_bytes: int = 0
+    """Bytes of one slot."""
 
 
 class WorkerLost(Unavailable):

@@ -27,7 +27,7 @@ from specdec.contract.types import BLOCK_TOKENS
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.kernels.library import load_library
 from specdec.engine.model.batch_invariance import require_batch_invariance
-from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool_blocks
+from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool_sizes
 from specdec.engine.model.self_check import Reference, require_same
 from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.file_layout import FileLayout, FromFile, LlamaNumbers
@@ -174,7 +174,7 @@ def _load(kept: KeptLayout, request: LoadRequest, library: ctypes.CDLL) -> Worke
     layers = [LayerShape(*sizes) for sizes in facts["layers"]]
     context = min(facts["context"], request.max_context_tokens or facts["context"])
     one_block = block_bytes(layers, torch.float32)
-    num_blocks = pool_blocks(one_block, context, request.kv_cache_bytes, request.num_kv_blocks)
+    num_blocks, _ = pool_sizes(one_block, 0, context, request.kv_cache_bytes, request.num_kv_blocks)
     context = min(context, num_blocks * BLOCK_TOKENS)
     lengths = list(map(len, facts["sequences"]))
     blocks_of_check = sum(-(-length // BLOCK_TOKENS) for length in lengths)

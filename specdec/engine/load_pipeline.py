@@ -37,16 +37,18 @@ from specdec.engine.model.checkpoint_model import (
     pick_dtype,
     telling_progress,
 )
-from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool_blocks
+from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool_sizes
 from specdec.engine.model.layer_probe import (
     ProbedLayer,
     probe_layers,
+    probe_states,
     refusing_failures,
     register_probe,
     steady_context,
 )
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, ModelRunner, tapped_layers
 from specdec.engine.model.self_check import Arithmetic, Reference, require_same, take_reference
+from specdec.engine.model.state_pools import StatePools
 from specdec.engine.options import AUTO, CUDA_GRAPHS, EAGER, Agreement, CompileOptions, LoadRequest, require_backend
 from specdec.engine.torch_compile import compile_steps
 
@@ -180,22 +182,34 @@ class _Load:
         with refusing_failures(config):
             layers = probe_layers(part.model)
             part.require_own_share(layers)
+            if (states := probe_states(part.model)) is not None:
+                self._require_plain_steps()
             longest = self._longest_context(config)
             context = min(longest, request.max_context_tokens or longest)
             if request.is_int8 and self._by_rows:
                 part.hold_in_int8()  # before the free memory is measured
             drafting = load_local_drafts(request.local_drafts, part.model, vocabulary_size(token_to_id), context)
             shapes = [*(layer.shape for layer in layers), *drafting.layers]
-            num_blocks = part.agree_on_blocks(lambda: self._count_blocks(shapes, context))
+            slot_bytes = 0 if states is None else states.slot_bytes
+            num_slots = 0
+
+            def count_blocks() -> int:
+                nonlocal num_slots
+                num_blocks, num_slots = self._pool_sizes(shapes, slot_bytes, context)
+                return num_blocks
+
+            num_blocks = part.agree_on_blocks(count_blocks)
             shape = model_shape(
                 part.model, directory, token_to_id, num_blocks, context, part.device, self._layout(shapes, drafting),
                 num_head_rows=part.num_head_rows, is_int8=request.is_int8,
             )  # fmt: skip
-            shape = replace(shape, local_drafts=drafting.names, local_gammas=drafting.gammas)
+            shape = replace(shape, local_drafts=drafting.names, local_gammas=drafting.gammas, num_states=num_slots,
+                            state_bytes=slot_bytes)  # fmt: skip
             if part.is_first:
                 _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", num_blocks,
                           num_blocks * BLOCK_TOKENS, shape.max_context_tokens)  # fmt: skip
-            own, reference = self._make_worker(shape, shapes, layers, drafting)
+            pools = None if states is None else StatePools(states, num_slots, part.device)
+            own, reference = self._make_worker(shape, shapes, layers, drafting, pools)
         worker = part.lead(own)
         if part.is_first:
             self._require_right(worker, reference, config)
@@ -240,12 +254,33 @@ class _Load:
                 self._options, self._part.device, is_native=is_native, uses_cuda_graphs=self._uses_cuda_graphs
             )
 
-    def _count_blocks(self, shapes: list[LayerShape], context: int) -> int:
+    def _require_plain_steps(self) -> None:
+        """Check that nothing was requested that steps of a hybrid do not do; they run by PyTorch's operations."""
+        options, kind = self._options, self._part.model.config.model_type
+        if self._part.all_agree is not None:
+            raise Unsupported(
+                f"a model of type {kind} has recurrent layers, which are not divided; use 1", field="tensor_parallel"
+            )
+        if self._request.local_drafts:
+            raise Unsupported(
+                f"a model of type {kind} has recurrent layers, with which local drafts do not run; use a draft model",
+                field="local_draft",
+            )
+        self._uses_cuda_graphs = False
+        self._require_keepable(is_native=False)
+        if options.backend not in (AUTO, EAGER):
+            raise Unsupported(
+                f"a model of type {kind} has recurrent layers, whose steps run by --compile-backend eager or auto",
+                field="compile_backend",
+            )
+
+    def _pool_sizes(self, shapes: list[LayerShape], slot_bytes: int, context: int) -> tuple[int, int]:
         request, device = self._request, self._part.device
         num_bytes = request.kv_cache_bytes
         if num_bytes is None and request.num_kv_blocks is None and device.type == "cuda":
             num_bytes = cuda_pool_bytes(device, request.gpu_memory_utilization, self._uses_cuda_graphs)
-        return pool_blocks(block_bytes(shapes, self._part.model.dtype), context, num_bytes, request.num_kv_blocks)
+        one_block = block_bytes(shapes, self._part.model.dtype)
+        return pool_sizes(one_block, slot_bytes, context, num_bytes, request.num_kv_blocks)
 
     def _layout(self, shapes: list[LayerShape], drafting: LocalDrafting) -> KvLayout:
         dtype = self._part.model.dtype
@@ -256,7 +291,12 @@ class _Load:
         )
 
     def _make_worker(
-        self, shape: ModelShape, shapes: list[LayerShape], layers: list[ProbedLayer], drafting: LocalDrafting
+        self,
+        shape: ModelShape,
+        shapes: list[LayerShape],
+        layers: list[ProbedLayer],
+        drafting: LocalDrafting,
+        states: StatePools | None,
     ) -> tuple[Worker, Reference | None]:
         """Return the worker and what the model itself computes, which is taken before the model is taken apart."""
         part = self._part
@@ -273,7 +313,9 @@ class _Load:
         part.model.set_attn_implementation(ATTENTION_NAME)
         # The last block is the scratch block of CUDA graphs: padding rows write there.
         num_blocks = shape.num_kv_blocks + self._uses_cuda_graphs
-        cache = KvCache(shapes, num_blocks=num_blocks, dtype=part.model.dtype, device=part.device)
+        cache = KvCache(
+            shapes, num_blocks=num_blocks, dtype=part.model.dtype, device=part.device, states=states
+        )  # fmt: skip
         source = GraphSource(part.model, kinds, cache)
         native = part.native_runner(self._request, source, shape, drafting)
         return native or self._make_runner(source, shape, drafting), reference

@@ -68,6 +68,7 @@ class EngineState:
         stats = None if self._stats is None else self._stats()
         yield from self._load(stats)
         yield from self._kv(stats)
+        yield from self._states(stats or EngineStats())
         yield from self._description(None if self._describe is None else self._describe())
 
     def _load(self, stats: EngineStats | None) -> Iterator[Metric]:
@@ -102,6 +103,18 @@ class EngineState:
             [({}, exhausted)],
         )
         yield counter("num_preemptions", "Admitted calls that gave up their KV and ran it again.", [({}, preempted)])
+
+    def _states(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._series.gauge_family(
+            "recurrent_state_bytes",
+            "Bytes of the recurrent states of a hybrid: of sessions, or snapshots for other sessions and later turns.",
+            [({"of": "sessions"}, stats.session_state_bytes), ({"of": "snapshots"}, stats.snapshot_state_bytes)],
+        )
+        yield self._series.counter_family(
+            "replayed_tokens",
+            "Tokens of a hybrid that ran again, because a recurrent state cannot go back.",
+            [({}, stats.num_replayed_tokens)],
+        )
 
     def _description(self, info: EngineInfo | None) -> Iterator[Metric]:
         num_sessions = 0 if info is None else info.num_sessions

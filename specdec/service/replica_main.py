@@ -29,7 +29,7 @@ from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.packed_names import packed_folder
 from specdec.checkpoints.preflight import require_servable
 from specdec.contract.engine_api import Engine
-from specdec.contract.errors import InvalidRequest
+from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.types import SIMULATED_PREFIX
 from specdec.engine.kernels.library import load_early
 from specdec.engine.schedule.scheduler import Scheduler
@@ -238,8 +238,18 @@ def _load_engine(
 
 
 def open_kv_tier(settings: ReplicaSettings, shape: ModelShape) -> KvTier | None:
-    """Return the cold tier of the KV of a worker or rank, or None if the settings name none."""
+    """Return the cold tier of the KV of a worker or rank, or None if the settings name none.
+
+    Raises:
+        Unsupported: they name one, and the model has recurrent layers.
+    """
     layout = shape.kv_layout
+    if settings.kv_tier_url and shape.num_states:
+        raise Unsupported(
+            "a KV tier does not hold the states of recurrent layers, without which this model's KV is of no use; "
+            "remove --kv-tier-url",
+            field="kv_tier_url",
+        )
     if not settings.kv_tier_url or layout is None:
         return None
     from specdec.engine.cold_tier import run_blocks

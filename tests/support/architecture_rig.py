@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec.contract.errors import Unsupported
 from specdec.contract.types import BLOCK_TOKENS
-from specdec.engine.base import SequenceSlice, StepPlan, Worker
+from specdec.engine.base import SequenceSlice, SliceStates, StepPlan, Worker
 from specdec.engine.loader import load_worker
 from specdec.engine.options import LoadRequest
 from tests.support.tiny_architectures import VOCABULARY_SIZE, WINDOW, build_tiny_architecture
@@ -85,7 +85,9 @@ def _steps() -> Iterator[tuple[tuple[int, int, int], ...]]:
 
 
 def _piece(tokens: list[int], start: int, end: int, index: int) -> SequenceSlice:
-    return SequenceSlice(tuple(tokens[start:end]), start, _TABLES[index][: -(-end // BLOCK_TOKENS)], end - start)
+    blocks, count = _TABLES[index][: -(-end // BLOCK_TOKENS)], end - start
+    states = SliceStates(index if start else None, ((count, index),))
+    return SequenceSlice(tuple(tokens[start:end]), start, blocks, count, states=states)
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": _HALF_MROPE,
     "glm4v_text": _MROPE,
     "glm_ocr_text": _MROPE,
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     # Published ones have layers of both kinds; the defaults, cut short, need not.
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},

@@ -35,6 +35,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.support.tiny_hybrids import HYBRIDS
+
 #: Smaller than the contexts tests use, and no multiple of the KV block, so that windows really cut.
 SLIDING_WINDOW = 24
 UNK_TOKEN_ID = 0
@@ -106,6 +108,7 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], Callable[[_Sizes], _Sizes]]] =
     "phi3": (Phi3Config, _llama_like),
     "gpt_neox": (GPTNeoXConfig, _without_kv_heads),
     "opt": (OPTConfig, _opt),
+    **HYBRIDS,
 }
 
 #: The ten architectures whose greedy output is promised, then two close relatives.
@@ -196,7 +199,7 @@ def build_tiny_model(
 
 def build_tiny_pair(architecture: str, directory: str | Path, *, seed: int = 0, **options: Any) -> tuple[Path, Path]:
     """A target and its perturbed copy as draft: `(target directory, draft directory)` under `directory`."""
-    perturb = options.pop("perturb", DRAFT_PERTURBATION[architecture])
+    perturb = options.pop("perturb", DRAFT_PERTURBATION.get(architecture, 0.03))
     target = build_tiny_model(architecture, Path(directory) / "target", seed=seed, **options)
     draft = build_tiny_model(architecture, Path(directory) / "draft", seed=seed, perturb=perturb, **options)
     return target, draft

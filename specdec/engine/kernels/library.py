@@ -135,6 +135,8 @@ def _load(path: Path) -> ctypes.CDLL:
     library.specdec_coupled_choices.restype = None
     library.specdec_argmax.argtypes = [pointer, number, number, number, pointer, pointer]
     library.specdec_argmax.restype = None
+    for rows in (library.specdec_delta_rows, library.specdec_scan_rows):
+        rows.argtypes, rows.restype = [pointer, ctypes.c_int], ctypes.c_int
     for steps in (library.specdec_step, library.specdec_multi_step, library.specdec_draft):
         steps.restype = None  # `native_runner` sets their argument types
     _loaded.append(library)

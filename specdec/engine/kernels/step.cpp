@@ -15,6 +15,7 @@
 #include "draft_head.h"
 #include "argmax.h"
 #include "noise.h"
+#include "recurrence.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -112,6 +113,19 @@ void specdec_step(const Model* model, const Batch* batch, int num_threads) {
               padded(model->head.outputs), Into::store);
         for (int64_t head = 0; head < model->num_draft_heads; ++head) note_step(model->draft_heads[head], *batch);
     }
+}
+
+// Runs rows of one sequence through the gated delta rule. Returns whether the loops above support the state's width.
+int specdec_delta_rows(const RecurrentRows* rows, int num_threads) {
+    if (rows->width > MAX_WIDTH) return 0;
+    run_rows(*rows, num_threads, delta_row);
+    return 1;
+}
+
+// Runs rows of one sequence through the scan of Mamba 2. Returns whether it has: always.
+int specdec_scan_rows(const RecurrentRows* rows, int num_threads) {
+    run_rows(*rows, num_threads, scan_row);
+    return 1;
 }
 
 // Writes the argmax token of each row of logits, and its logit. Rows begin `stride` apart.

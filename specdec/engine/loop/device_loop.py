@@ -101,7 +101,8 @@ class EngineLoop:
         self._idle_drafting = ahead or IdleDrafting()
         self._clock = clock
         self._blocks = BlockManager(worker.shape.num_kv_blocks)
-        self._sessions = SessionTable(self._blocks, pin_ttl_s=pin_ttl_s, clock=clock)
+        states = BlockManager(worker.shape.num_states) if worker.shape.num_states else None
+        self._sessions = SessionTable(self._blocks, states, pin_ttl_s=pin_ttl_s, clock=clock)
         self._masks = masks or ConstraintMasks(program)
         self._inbox = Inbox()
         self._outbox = Outbox()
@@ -239,7 +240,8 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """Return the state and the counts of the loop; any thread may call this."""
-        return read_stats(self._calls, len(self._arrived), is_stalled=self._watchdog.is_stalled)
+        state_bytes, is_stalled = self._worker.shape.state_bytes, self._watchdog.is_stalled
+        return read_stats(self._calls, len(self._arrived), state_bytes, is_stalled=is_stalled)
 
     def usual_step_s(self, num_context_tokens: int) -> float:
         """Return the mean seconds of a step of one token with this context; 0 before any measurement."""

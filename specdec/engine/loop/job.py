@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from specdec.contract.errors import Unsupported
-from specdec.contract.types import BLOCK_TOKENS, SessionPosition, Stages, TokenIds
-from specdec.engine.base import MultiStepDrafts, SequenceSlice, StepPlan, Worker
+from specdec.contract.types import BLOCK_TOKENS, ProposeRequest, SessionPosition, Stages, TokenIds
+from specdec.engine.base import MultiStepDrafts, SequenceSlice, SliceStates, StepPlan, Worker
 from specdec.engine.logits.step_logits import StepLogits
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.calls import Call
@@ -146,7 +146,19 @@ class Job:
 
     def miss_step(self) -> None:
         """Run the tokens of the logit rows again: the step came before their masks."""
-        self.sequence.kv_len -= self.num_logit_rows
+        self.sequence.run_again(self.num_logit_rows)
+
+    def next_slice(self, num_tokens: int, num_logit_rows: int) -> SequenceSlice:
+        """Return the next `num_tokens` tokens that have not run as a slice of a step."""
+        call, end = self.call, self.kv_len + num_tokens
+        planned = self.sequence.plan_states(
+            end,
+            self.committed_len if call.run is None else end,
+            call.position.output_start,
+            goes_on=isinstance(call.request, ProposeRequest),
+        )
+        states = None if planned is None else SliceStates(*planned)
+        return slice_of(self.sequence, num_tokens, num_logit_rows, states)
 
     def note_step(self, began_s: float, num_tokens: int) -> None:
         """Note a step that the job took part in: its begin, and its tokens with those of other sessions."""
@@ -227,14 +239,17 @@ class Job:
             self.committed_len = max(self.committed_len, committed_len)
 
 
-def slice_of(sequence: Sequence, num_tokens: int, num_logit_rows: int) -> SequenceSlice:
-    """Return the next `num_tokens` tokens without KV as a slice of a step."""
+def slice_of(
+    sequence: Sequence, num_tokens: int, num_logit_rows: int, states: SliceStates | None = None
+) -> SequenceSlice:
+    """Return the next `num_tokens` tokens that have not run as a slice of a step."""
     start, end = sequence.kv_len, sequence.kv_len + num_tokens
     return SequenceSlice(
         token_ids=tuple(sequence.token_ids[start:end].tolist()),
         start=start,
         block_table=sequence.block_table.first(blocks_for(end)),
         num_logit_rows=num_logit_rows,
+        states=states,
         table=sequence.block_table,
     )
 

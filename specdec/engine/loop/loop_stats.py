@@ -12,6 +12,7 @@ from typing import Any
 from specdec.contract.engine_api import EngineStats
 from specdec.engine.loop.job import Job
 from specdec.engine.schedule.scheduler import is_short
+from specdec.engine.sessions.block_manager import BlockManager
 from specdec.engine.sessions.calls import Calls
 
 
@@ -33,17 +34,18 @@ class Load:
     """Longest time in which a step should end now, in seconds; 0 if unknown."""
 
 
-def read_stats(calls: Calls[Job, Any], num_arrived: int, *, is_stalled: bool) -> EngineStats:
+def read_stats(calls: Calls[Job, Any], num_arrived: int, state_bytes: int, *, is_stalled: bool) -> EngineStats:
     """Return the state of the loop.
 
     Args:
         calls: calls that were admitted; preemptible ones, which no client waits for, are left out.
         num_arrived: number of calls that are not admitted yet.
+        state_bytes: bytes of a slot for recurrent states.
         is_stalled: True while the running step far exceeds its time limit.
     """
     jobs = [job for job in list(calls.jobs.values()) if not job.call.preemptible]
     num_running = sum(job.has_run for job in jobs)
-    blocks = calls.sessions.blocks
+    blocks, slots = calls.sessions.blocks, calls.sessions.states or BlockManager(0)
     return EngineStats(
         num_waiting_calls=num_arrived + len(jobs) - num_running,
         num_running_calls=num_running,
@@ -54,5 +56,8 @@ def read_stats(calls: Calls[Job, Any], num_arrived: int, *, is_stalled: bool) ->
         num_free_kv_blocks=blocks.num_free,
         num_kv_exhausted=calls.num_exhausted,
         num_preemptions=calls.sessions.num_preemptions,
+        num_replayed_tokens=calls.sessions.num_replayed_tokens,
+        session_state_bytes=slots.num_held * state_bytes,
+        snapshot_state_bytes=(slots.num_available - slots.num_free) * state_bytes,
         is_stalled=is_stalled,
     )

@@ -161,8 +161,7 @@ class StepRunner:
     def _run_chunks(self, jobs: list[Job], chunks: list[StepChunk], began_s: float, num_awaited: int) -> int:
         """Run a planned step, or several as a multi-step draft; return their number."""
         slices = tuple(
-            slice_of(job.sequence, chunk.num_tokens, chunk.num_logit_rows)
-            for job, chunk in zip(jobs, chunks, strict=True)
+            job.next_slice(chunk.num_tokens, chunk.num_logit_rows) for job, chunk in zip(jobs, chunks, strict=True)
         )
         step_tokens = sum(chunk.num_tokens for chunk in chunks)
         for job in jobs:
@@ -174,7 +173,7 @@ class StepRunner:
             run = None
         logits = self._worker.execute(plan) if run is None else None
         for job, chunk in zip(jobs, chunks, strict=True):
-            job.sequence.kv_len += chunk.num_tokens
+            self._sessions.note_run(job.sequence, chunk.num_tokens)
         ready = [job for job in jobs if not job.num_pending]
         if run is not None:
             ready = self._take_drafts(run, ready)

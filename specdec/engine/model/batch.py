@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from specdec.contract.types import BLOCK_TOKENS
-from specdec.engine.base import SequenceSlice, StepPlan
+from specdec.engine.base import SequenceSlice, SliceStates, StepPlan
 
 #: Longest slice that is padded into a group with others. One call keeps the device busy for a longer slice.
 MAX_GROUPED_ROWS = 32
@@ -44,6 +44,35 @@ class AttentionKind:
         """Return the first position that a query at `position` sees."""
         start = 0 if self.chunk is None else position // self.chunk * self.chunk
         return start if self.window is None else max(start, position - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """Rows [first, first + num_rows) of the flat batch, which are a slice of one sequence."""
+
+    first: int
+    num_rows: int
+    states: SliceStates
+
+    def runs(self, most_rows: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+        """Yield (from, to, saves) for runs of rows: a longer run than `most_rows` is cut where states are saved.
+
+        The saves of a run count its own rows.
+        """
+        start, saves = 0, list[tuple[int, int]]()
+        for end, slot in self.states.saves:
+            if end - start > most_rows and saves:
+                yield start, start + saves[-1][0], saves
+                start, saves = start + saves[-1][0], []
+            saves.append((end - start, slot))
+            if end - start > most_rows:
+                yield start, end, saves
+                start, saves = end, []
+        if self.num_rows - start > most_rows and saves:
+            yield start, start + saves[-1][0], saves
+            start, saves = start + saves[-1][0], []
+        if start < self.num_rows:
+            yield start, self.num_rows, saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +117,8 @@ class StepBatch:
     former owner's numbers, which are read behind the mask. None if there are no such blocks."""
     logit_rows: torch.Tensor  # int64 [R], rows of the flat batch in the order of the plan
     groups: tuple[AttentionGroup, ...]
+    slices: tuple[RowSlice, ...] = ()
+    """The plan's slices in the order of the flat batch, for the recurrent layers of a hybrid."""
 
 
 def build_batch(
@@ -127,6 +158,10 @@ def build_batch(
         opened_blocks=opened_blocks(slots, device),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         groups=tuple(groups),
+        slices=tuple(
+            RowSlice(int(first), count, piece.states or SliceStates(None))
+            for first, count, piece in zip(first_rows[:-1], counts, slices, strict=True)
+        ),
     )
 
 

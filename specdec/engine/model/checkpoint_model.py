@@ -48,6 +48,19 @@ _log = logging.getLogger(__name__)
 _WEIGHTS_BAR = "Loading weights"
 
 
+# Layers that recur, that recur and attend, that attend, or that do neither; `layer_probe` finds what they compute.
+_RECURRENT_LAYER_TYPES = {"conv", "linear_attention", "hybrid"}
+_LAYER_TYPES = _RECURRENT_LAYER_TYPES | {
+    *("full_attention", "sliding_attention", "chunked_attention"),
+    *("dense", "sparse", "mlp", "moe"),
+}
+
+
+def is_hybrid(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration states recurrent layers."""
+    return not _RECURRENT_LAYER_TYPES.isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
 def load_config(model: str, directory: Path) -> PreTrainedConfig:
     """Read a checkpoint's configuration.
 
@@ -78,7 +91,7 @@ def load_config(model: str, directory: Path) -> PreTrainedConfig:
     if getattr(text, "is_encoder_decoder", False):
         raise Unsupported(f"model {model!r} is of type {kind}, whose text model {text.model_type} has an encoder")
     layer_types = getattr(text, "layer_types", None) or ()
-    if other_layers := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
+    if other_layers := set(layer_types) - _LAYER_TYPES:
         layers = ", ".join(sorted(other_layers))
         raise Unsupported(f"model {model!r} is of type {kind} and has layers of type {layers}")
     _drop_absent_padding(config)

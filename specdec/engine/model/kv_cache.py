@@ -14,13 +14,20 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.contract.errors import InvalidRequest
-from specdec.contract.types import BLOCK_TOKENS
+from specdec.contract.types import BLOCK_TOKENS, SLOTS_PER_SESSION
 from specdec.engine import large_pages
+from specdec.engine.model.state_pools import StatePools
 
 # By default a CPU pool holds this many sessions of this many tokens, within this many bytes.
 _CPU_SESSIONS = 64
 _CPU_SESSION_TOKENS = 2048
 _CPU_POOL_BYTES = 1 << 30
+
+#: Slots for recurrent states in the pool of a hybrid, per session that it is sized for: those of a running session, and
+#: one snapshot.
+SLOTS_OF_POOL = SLOTS_PER_SESSION + 1
+# A pool of few blocks has slots for this many sessions.
+_FEWEST_SESSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +100,17 @@ class KvCache:
     """All layers' pools, `num_blocks` blocks each."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], *, num_blocks: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: StatePools | None = None,
     ) -> None:
         self.num_blocks = num_blocks
+        self.states = states
+        """States of the recurrent layers of a hybrid; None for other models."""
         self.layers = [
             LayerKv(shape, _zeros(num_blocks, BLOCK_TOKENS * shape.row_width, dtype, device)) for shape in shapes
         ]
@@ -166,27 +181,39 @@ def block_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     return sum(shape.row_width for shape in shapes) * BLOCK_TOKENS * dtype.itemsize
 
 
-def pool_blocks(bytes_per_block: int, context: int, kv_cache_bytes: int | None, num_kv_blocks: int | None) -> int:
-    """Return the blocks of the KV pool: the requested number or bytes, or else the default of a CPU.
+def pool_sizes(
+    bytes_per_block: int, slot_bytes: int, context: int, kv_cache_bytes: int | None, num_kv_blocks: int | None
+) -> tuple[int, int]:
+    """Return the blocks of the KV pool, and the slots for recurrent states: the requested blocks or bytes, or else the
+    default of a CPU.
+
+    Args:
+        bytes_per_block: bytes of a block over all layers.
+        slot_bytes: bytes of one sequence's recurrent states; 0 for a model without any, which has no slots.
+        context: longest sequence.
+        kv_cache_bytes: bytes of both together, if they are requested.
+        num_kv_blocks: number of blocks, if it is requested; the slots are beside it.
 
     Raises:
-        InvalidRequest: there is no room for one block.
+        InvalidRequest: there is no room for one block, or for the states of one session.
     """
+    session_blocks = -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
+    states_bytes = SLOTS_OF_POOL * slot_bytes
     if num_kv_blocks is not None:
+        num_sessions = min(_CPU_SESSIONS, max(num_kv_blocks // session_blocks, _FEWEST_SESSIONS))
         blocks = num_kv_blocks
-    elif kv_cache_bytes is not None:
-        blocks = kv_cache_bytes // bytes_per_block
     else:
-        wanted = _CPU_SESSIONS * -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
-        # If a wide model's context does not fit into the limit, the pool holds one context nevertheless.
-        blocks = max(
-            min(wanted, _CPU_POOL_BYTES // bytes_per_block), -(-min(context, _CPU_SESSION_TOKENS) // BLOCK_TOKENS)
-        )
+        one = session_blocks * bytes_per_block + states_bytes
+        # If a wide model's context does not fit into the default, the pool holds one session nevertheless.
+        wanted = max(min(_CPU_SESSIONS * one, _CPU_POOL_BYTES), one) if kv_cache_bytes is None else kv_cache_bytes
+        num_sessions = max(1, wanted // one)
+        blocks = (wanted - num_sessions * states_bytes) // bytes_per_block
     if blocks < 1:
+        beside = f" beside {states_bytes} bytes of recurrent states" if slot_bytes else ""
         raise InvalidRequest(
-            f"the KV pool has no room for one block of {bytes_per_block} bytes", field="kv_cache_bytes"
+            f"the KV pool has no room for one block of {bytes_per_block} bytes{beside}", field="kv_cache_bytes"
         )
-    return blocks
+    return blocks, num_sessions * SLOTS_OF_POOL if slot_bytes else 0
 
 
 def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

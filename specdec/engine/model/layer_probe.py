@@ -23,6 +23,8 @@ from specdec.contract.errors import SpecdecError, Unsupported
 from specdec.engine.model.batch import AttentionKind
 from specdec.engine.model.early_exit import decoder_of
 from specdec.engine.model.kv_cache import LayerShape
+from specdec.engine.model.recurrence import StateSizes, follow_recurrences, recurring
+from specdec.engine.model.state_pools import StateLayout
 
 PROBE_NAME = "specdec_probe"
 
@@ -70,17 +72,32 @@ def probe_layers(model: PreTrainedModel) -> list[ProbedLayer]:
         One cache layer for each call of the attention interface, in the order of the calls.
 
     Raises:
-        Unsupported: some layer does not attend, or attends in a way that the paged attention does not support.
+        Unsupported: some layer neither attends nor recurs, or does so in a way that steps do not support.
     """
     model_type = model.config.model_type
     num_layers = model.config.get_text_config().num_hidden_layers
+    follow_recurrences(model)  # before a module of an unknown recurrence runs
     with _counting_calls(model, num_layers) as called:
         layers = _run(model)
     # Layers that look at images are not called for a text.
     num_needed = len(called) or num_layers
-    if len(layers) < num_needed:
+    if not layers or (len(layers) < num_needed and probe_states(model) is None):
         raise Unsupported(f"{len(layers)} of the {num_needed} layers of a model of type {model_type} have a KV cache")
     return layers
+
+
+def probe_states(model: PreTrainedModel) -> StateLayout | None:
+    """Run two tokens as `probe_layers` does; return what a hybrid's recurrent layers keep, None if there are none.
+
+    Raises:
+        Unsupported: a layer computes a recurrence that steps do not compute.
+    """
+    sizes = StateSizes()
+    with recurring(sizes):
+        _run(model)
+    if not sizes.windows:
+        return None
+    return StateLayout(tuple(sizes.windows), tuple(sizes.states), model.dtype)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from specdec.engine.model.batch import AttentionKind, StepBatch, build_batch
 from specdec.engine.model.feature_layer import FeatureLayer
 from specdec.engine.model.kv_cache import KvCache, LayerKv
 from specdec.engine.model.past_lengths import counting_from, follow_positions
+from specdec.engine.model.recurrence import recurring_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class TransformersForward:
             return self(batch, context), outputs
 
     def __call__(self, batch: StepBatch, context: PagedContext) -> torch.Tensor:
-        with attending(context), counting_from(batch.position_ids):
+        with attending(context), counting_from(batch.position_ids), recurring_in(batch, context.cache.states):
             output = self._model(
                 input_ids=batch.token_ids,
                 position_ids=batch.position_ids,
@@ -243,6 +244,8 @@ class ModelRunner(Worker):
                 if not plan.local_draft:
                     self._note(plan, recorded.outputs)
                 return logits
+        if self._cache.states is not None and any(part.start and part.states is None for part in plan.slices):
+            raise ValueError("a slice that does not begin its sequence has no state to begin with")
         batch = build_batch(plan, self._kinds, dtype=self._dtype, device=self._device)
         context = PagedContext(batch, self._cache, self._kind_of_layer)
         if plan.local_draft:

@@ -19,7 +19,7 @@ from torch import nn
 
 from specdec.contract.errors import InvalidRequest, Unsupported
 from specdec.contract.types import BLOCK_TOKENS
-from specdec.engine.base import ModelShape, SequenceSlice, StepPlan, Worker
+from specdec.engine.base import ModelShape, SequenceSlice, SliceStates, StepPlan, Worker
 from specdec.engine.model.batch import AttentionKind
 
 if TYPE_CHECKING:  # its modules take 100 MB, and kept layouts are loaded without it
@@ -149,6 +149,7 @@ def _differences(worker: Worker, reference: Reference) -> Iterator[float]:
                 start,
                 tables[index][: -(-end // BLOCK_TOKENS)],
                 min(end - start, _CHUNK_ROWS),
+                states=SliceStates(index if start else None, ((end - start, index),)),
             )
             for index, start, end in spans
         )

@@ -24,7 +24,7 @@ from specdec.checkpoints.quantised.statement import Quantisation, read_quantisat
 from specdec.checkpoints.quantised.stored_weights import require_plain
 from specdec.checkpoints.weight_files import safetensors_files, tensor_headers
 from specdec.contract.errors import Unsupported
-from specdec.engine.model.checkpoint_model import has_other_half, load_weights, quietly, without_quantisation
+from specdec.engine.model.checkpoint_model import has_other_half, is_hybrid, load_weights, quietly, without_quantisation
 from specdec.engine.model.dequantise import QuantisedReader
 from specdec.engine.model.layer_probe import PROBE_NAME, refusing_failures
 
@@ -41,7 +41,9 @@ def require_own_attention(name: str, config: PreTrainedConfig) -> None:
     else:
         with refusing_failures(config), quietly():
             decoder = make_whole(config).get_decoder()
-    if not getattr(decoder, "_supports_attention_backend", False):
+    # Many hybrids attend by the interface and do not say so in the first of these.
+    can_replace = getattr(decoder, "_supports_attention_backend", False)
+    if not (can_replace or (is_hybrid(config) and decoder._can_set_attn_implementation())):
         raise Unsupported(f"model {name!r} is of type {config.model_type}, whose attention cannot be replaced")
 
 

@@ -61,7 +61,11 @@ class BlockManager:
         Returns:
             False, with nothing changed, when too few blocks are available.
         """
-        num_missing = blocks_for(num_tokens) - len(table)
+        return self.extend(table, blocks_for(num_tokens))
+
+    def extend(self, table: list[int], num_blocks: int) -> bool:
+        """Extend `table` until it has `num_blocks` blocks; see `grow`."""
+        num_missing = num_blocks - len(table)
         if num_missing > self.num_available:
             return False
         for _ in range(num_missing):
@@ -72,15 +76,18 @@ class BlockManager:
 
     def truncate(self, table: list[int], num_tokens: int) -> None:
         """Cut `table` to the blocks that `num_tokens` tokens need and release the others."""
-        keep = blocks_for(num_tokens)
+        self.shorten(table, blocks_for(num_tokens))
+
+    def shorten(self, table: list[int], num_blocks: int) -> None:
+        """Cut `table` to its first `num_blocks` blocks and release the others."""
         # Last first: the blocks nearest the root of a chain are evicted last, because all later blocks depend on them.
-        for block_id in reversed(table[keep:]):
+        for block_id in reversed(table[num_blocks:]):
             self._let_go(block_id)
-        del table[keep:]
+        del table[num_blocks:]
 
     def free(self, table: list[int]) -> None:
         """Release all blocks of `table`."""
-        self.truncate(table, 0)
+        self.shorten(table, 0)
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
         """Publish a held, full block under its hash. A block that is already published under the hash stays."""

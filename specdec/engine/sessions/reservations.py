@@ -84,7 +84,7 @@ class Takeover:
         Returns:
             The number of turns that lost blocks; None if the call must wait.
         """
-        if self._blocks.grow(sequence.block_table, needed_len):
+        if sequence.grow(needed_len, self._blocks):
             return 0
         idle = [other for other in self._sequences if is_idle(other, self._now_s)]
         if self._take(sequence, needed_len, idle) is not None:
@@ -92,7 +92,7 @@ class Takeover:
         waiting = list(preemptable)
         if least_len is None:
             return self._take(sequence, needed_len, [*idle, *waiting], num_idle=len(idle))
-        if self._blocks.grow(sequence.block_table, least_len):
+        if sequence.grow(least_len, self._blocks):
             return 0
         losers = [*idle, *waiting, *self._younger_turns(sequence)]
         return self._take(sequence, least_len, losers, num_idle=len(idle))
@@ -121,16 +121,20 @@ class Takeover:
         num_missing = blocks_for(num_tokens) - len(sequence.block_table) - self._blocks.num_available
         if sum(len(other.block_table) for other in losers) < num_missing:
             return None
+        if sequence.states is not None and sequence.states.is_short(
+            sum(other.states.num_own for other in losers if other.states is not None)
+        ):
+            return None
         num_preempted = 0
         for index, other in enumerate(losers):
-            if self._blocks.grow(sequence.block_table, num_tokens):
+            if sequence.grow(num_tokens, self._blocks):
                 return num_preempted
             num_preempted += bool(other.block_table) and index >= num_idle
             if other.in_flight:
                 other.drop_kv(self._blocks)
             else:
                 other.forget(self._blocks)
-        return num_preempted if self._blocks.grow(sequence.block_table, num_tokens) else None
+        return num_preempted if sequence.grow(num_tokens, self._blocks) else None
 
 
 def _is_between_calls(sequence: Sequence, now_s: float) -> bool:

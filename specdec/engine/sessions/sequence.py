@@ -3,10 +3,13 @@
 A round reads and changes its sequence through `table`; `specdec.engine.loop.job` cuts the tokens without KV into slices
 of a step.
 
-Committed tokens come first, then the draft tokens of the running call. Between calls every token has KV.
+Committed tokens come first, then the draft tokens of the running call. Between calls every token has run.
 
     0 ........ published ........ kv_len ........ len(sequence)
     | shared, immutable | private  |  not run yet  |
+
+The tokens of a hybrid run from the newest of its states on (`recurrent_states`), so `kv_len` is the length of a state
+between calls, and tokens after it run again.
 
 A fork is a possible continuation of the session. It shares the full blocks before the fork point and owns the blocks
 after it. Every change of the root's tokens or blocks ends all forks first, so that a shared block is never written
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,7 +33,8 @@ import numpy as np
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.contract.types import BLOCK_TOKENS, TokenIds
 from specdec.core.chain import ChainHasher, block_name
-from specdec.engine.sessions.block_manager import BlockManager
+from specdec.engine.sessions.block_manager import BlockManager, blocks_for
+from specdec.engine.sessions.recurrent_states import PlannedStates, RecurrentStates, snapshot_lengths
 
 _keys = count(1)
 
@@ -86,10 +90,12 @@ class StoredAnswer:
 class Sequence:
     """A session's tokens and block table. `len()` counts tokens, with or without KV."""
 
-    def __init__(self, session_id: str, tenant: str = DEFAULT_TENANT) -> None:
+    def __init__(self, session_id: str, tenant: str = DEFAULT_TENANT, states: RecurrentStates | None = None) -> None:
         self.session_id = session_id
         self.tenant = tenant
         """Tenant whose sessions may find the published blocks."""
+        self.states = states
+        """States of a hybrid's session; None for other models."""
         self.epoch = 0
         self.newest_round = -1
         self.answer: StoredAnswer | None = None
@@ -109,6 +115,8 @@ class Sequence:
         self.held_until_s = float("-inf")
         """Time until which the running turn is expected to call again, on the session table's clock."""
         self.kv_len = 0
+        """Number of leading tokens that need not run."""
+        self._run_len = 0
         self.confirmed_len = 0
         """Number of leading tokens that were committed at the last call of `epoch`."""
         self.block_table = BlockTable()
@@ -137,6 +145,44 @@ class Sequence:
         """Number of tokens without KV."""
         return self._len - self.kv_len
 
+    @property
+    def known_len(self) -> int:
+        """Number of leading tokens that have run; those of a hybrid after `kv_len` run again."""
+        return self.kv_len if self.states is None else max(self.kv_len, self._run_len)
+
+    def grow(self, num_tokens: int, blocks: BlockManager) -> bool:
+        """Take blocks for `num_tokens` tokens, and slots for states. Returns False, with nothing changed, when too few
+        are available."""
+        if self.states is None:
+            return blocks.grow(self.block_table, num_tokens)
+        if blocks_for(num_tokens) - len(self.block_table) > blocks.num_available or not self.states.reserve():
+            return False
+        return blocks.grow(self.block_table, num_tokens)
+
+    def plan_states(self, end: int, committed: int, prompt_len: int, *, goes_on: bool) -> PlannedStates | None:
+        """Return the states of a slice that ends after `end` tokens; None if the model has none.
+
+        `prompt_len` is the number of tokens before the turn's output; the others are those of `RecurrentStates.plan`.
+        """
+        if self.states is None:
+            return None
+        lengths = snapshot_lengths(self.kv_len, min(end, committed), prompt_len)
+        names = {length: self._block_name(length // BLOCK_TOKENS - 1) for length in lengths}
+        return self.states.plan(self.kv_len, end, committed, goes_on=goes_on, snapshots=names)
+
+    def note_run(self, num_tokens: int) -> None:
+        """Note that the next `num_tokens` tokens have run."""
+        self.kv_len += num_tokens
+        if self.states is not None:
+            self._run_len = max(self._run_len, self.kv_len)
+            self.states.note_run()
+
+    def run_again(self, num_tokens: int) -> None:
+        """Note that the last `num_tokens` tokens that have run must run again."""
+        self.kv_len -= num_tokens
+        if self.states is not None:
+            self.kv_len = self.states.rewind(self.kv_len)
+
     def append(self, token_ids: TokenIds) -> None:
         """Append tokens that have no KV yet."""
         end = self._len + len(token_ids)
@@ -160,6 +206,9 @@ class Sequence:
         if len(self._hasher) > self._len:
             self._hasher.truncate(self._len)
         self.kv_len = min(self.kv_len, self._len)
+        if self.states is not None:
+            self._run_len = min(self._run_len, self._len)
+            self.kv_len = self.states.rewind(self.kv_len)
         if self.kv_len < self.num_published * BLOCK_TOKENS:
             self.num_published = self.kv_len // BLOCK_TOKENS
             self.kv_len = self.num_published * BLOCK_TOKENS
@@ -168,7 +217,7 @@ class Sequence:
 
     def settle(self, blocks: BlockManager) -> None:
         """End a call: drop tokens that did not run, and blocks beyond those that are reserved for the turn."""
-        self.truncate_to(self.kv_len, blocks)
+        self.truncate_to(self.known_len, blocks)
 
     def end_turn(self, blocks: BlockManager) -> None:
         """Give back the blocks that are reserved for the turn, and let others take those with KV."""
@@ -176,17 +225,21 @@ class Sequence:
         self.matcher = None  # that of a large constraint takes tens of megabytes
         self.held_until_s = self.pinned_until_s = self.called_s = float("-inf")
         self.settle(blocks)
+        if self.states is not None:
+            self.states.keep_newest()
 
     def drop_kv(self, blocks: BlockManager) -> None:
         """Release every block but keep the tokens, which then run again."""
         self.end_forks(blocks)
         blocks.free(self.block_table)
-        self.kv_len = self.num_published = 0
+        self.kv_len = self.num_published = self._run_len = 0
+        if self.states is not None:
+            self.states.release()
 
     def forget(self, blocks: BlockManager) -> None:
         """Drop every token, every block and the stored answer; the newest round's key stays."""
         self.truncate_to(0, blocks)
-        blocks.free(self.block_table)
+        self.drop_kv(blocks)
         self.answer = None
 
     def fork(self, length: int, capacity: int, blocks: BlockManager) -> Sequence | None:
@@ -241,7 +294,13 @@ class Sequence:
         return list(self._block_names(first, end * BLOCK_TOKENS))
 
     def adopt_published(self, limit: int, blocks: BlockManager) -> None:
-        """Adopt published blocks that hold this session's next tokens, as far as full blocks end by `limit`."""
+        """Adopt published blocks that hold this session's next tokens, as far as full blocks end by `limit`.
+
+        Those of a hybrid end where a snapshot is published.
+        """
+        if self.states is not None:
+            self._adopt_snapshot(self.states, limit, blocks)
+            return
         first = self.kv_len // BLOCK_TOKENS
         if first >= limit // BLOCK_TOKENS or not blocks.is_published(self._block_name(first)):
             return
@@ -252,9 +311,26 @@ class Sequence:
 
     def publish(self, limit: int, blocks: BlockManager) -> None:
         """Publish the full blocks with KV that end by `limit` (committed tokens only) to other sessions."""
-        for name in self._block_names(self.num_published, min(limit, self.kv_len)):
+        limit = min(limit, self.kv_len)
+        if self.states is not None:
+            self.states.publish()
+            limit = min(limit, self.states.oldest)  # the tokens after it may run again
+        for name in self._block_names(self.num_published, limit):
             blocks.publish(self.block_table[self.num_published], name)
             self.num_published += 1
+
+    def _adopt_snapshot(self, states: RecurrentStates, limit: int, blocks: BlockManager) -> None:
+        names = list(takewhile(blocks.is_published, self._block_names(self.num_published, limit)))
+        for num_blocks in range(len(names), 0, -1):
+            length = (self.num_published + num_blocks) * BLOCK_TOKENS
+            if length <= self.kv_len:
+                return
+            if states.has_snapshot(names[num_blocks - 1]):
+                blocks.shorten(self.block_table, self.num_published)
+                self.num_published += blocks.adopt(self.block_table, names[:num_blocks])
+                states.adopt(length, names[num_blocks - 1])
+                self.kv_len = length
+                return
 
     def _block_names(self, first: int, limit: int) -> Iterator[bytes]:
         return (self._block_name(index) for index in range(first, limit // BLOCK_TOKENS))

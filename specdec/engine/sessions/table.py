@@ -25,6 +25,7 @@ import numpy as np
 from specdec.contract.errors import KvMiss, StaleEpoch
 from specdec.contract.types import BLOCK_TOKENS, SessionPosition, TokenIds
 from specdec.engine.sessions.block_manager import BlockManager, blocks_for
+from specdec.engine.sessions.recurrent_states import RecurrentStates, all_tables
 from specdec.engine.sessions.reservations import Takeover, is_idle, next_release_s, require_pool
 from specdec.engine.sessions.sequence import Sequence, StoredAnswer
 from specdec.engine.sessions.tenant_use import TenantUse
@@ -50,7 +51,8 @@ def check_integrity(blocks: BlockManager, sequences: Collection[Sequence]) -> No
                 f"{len(sequence)} tokens, room for {capacity}"
             )
         most = max(sequence.kv_len, sequence.reserved_len)
-        if not sequence.in_flight and (sequence.num_pending or len(sequence.block_table) > blocks_for(most)):
+        has_not_run = len(sequence) > sequence.known_len
+        if not sequence.in_flight and (has_not_run or len(sequence.block_table) > blocks_for(most)):
             raise RuntimeError(f"idle session {sequence.session_id} holds more than its KV and its turn need")
 
 
@@ -81,6 +83,7 @@ class SessionTable:
     def __init__(
         self,
         blocks: BlockManager,
+        states: BlockManager | None = None,
         *,
         pin_ttl_s: float = DEFAULT_PIN_TTL_S,
         hold_s: float = DEFAULT_HOLD_S,
@@ -88,6 +91,8 @@ class SessionTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = blocks
+        self.states = states
+        """Slots for the recurrent states of a hybrid; None for other models."""
         self._pin_ttl_s = pin_ttl_s
         self._hold_s = hold_s
         self._max_sessions = max_sessions
@@ -95,6 +100,8 @@ class SessionTable:
         self._sessions: OrderedDict[str, Sequence] = OrderedDict()
         self.num_preemptions = 0
         """Number of times that a running turn gave up its KV to another one."""
+        self.num_replayed_tokens = 0
+        """Number of tokens that ran again because a recurrent state cannot go back."""
         self._turns = count(1)
         self.tenants = TenantUse()
         self._answered: OrderedDict[Sequence, None] = OrderedDict()  # those with a stored answer, oldest answer first
@@ -141,7 +148,8 @@ class SessionTable:
         """
         sequence = self._sessions.get(request.session_id)
         if sequence is None:
-            sequence = self._sessions[request.session_id] = Sequence(request.session_id, request.tenant)
+            states = None if self.states is None else RecurrentStates(self.states)
+            sequence = self._sessions[request.session_id] = Sequence(request.session_id, request.tenant, states)
             sequence.turn_order = next(self._turns)
             self.tenants.opened(sequence)
             self._drop_oldest()
@@ -176,9 +184,9 @@ class SessionTable:
         sequence.in_flight = True
 
     def knows_start(self, sequence: Sequence, request: SessionPosition) -> bool:
-        """Return whether the session's first `start` tokens are the ones held here, with KV."""
+        """Return whether the session's first `start` tokens are the ones that have run here."""
         return request.start == 0 or (
-            request.start <= sequence.kv_len and sequence.hash_at(request.start) == request.prefix_hash
+            request.start <= sequence.known_len and sequence.hash_at(request.start) == request.prefix_hash
         )
 
     def fork(self, sequence: Sequence, length: int, capacity: int) -> Sequence | None:
@@ -239,7 +247,7 @@ class SessionTable:
         require_pool(least_len, self.blocks)
         # At least the last committed token must run, because its logits are always needed.
         sequence.adopt_published(committed_len - 1, self.blocks)
-        if not self.blocks.grow(sequence.block_table, needed_len):
+        if not sequence.grow(needed_len, self.blocks):
             self.end_forks()
             takeover = Takeover(self.blocks, self._sessions.values(), self._clock())
             num_preempted = takeover.run(sequence, needed_len, least_len if has_begun else None, preemptable)
@@ -254,6 +262,11 @@ class SessionTable:
     def next_release_s(self) -> float | None:
         """Return the time, on the table's clock, at which the first pin or hold on blocks ends; None without any."""
         return next_release_s(self._sessions.values(), self._clock())
+
+    def note_run(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that the next `num_tokens` tokens of a sequence have run."""
+        self.num_replayed_tokens += max(0, min(num_tokens, sequence.known_len - sequence.kv_len))
+        sequence.note_run(num_tokens)
 
     def publish(self, sequence: Sequence, committed_len: int) -> None:
         """Publish the full blocks of committed tokens that have KV."""
@@ -314,6 +327,8 @@ class SessionTable:
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every block is owned as counted and every session's lengths are consistent."""
         check_integrity(self.blocks, self._sessions.values())
+        if self.states is not None:
+            self.states.check_integrity(all_tables(sequence.states for sequence in self._sessions.values()))
 
     def _advance_key(self, sequence: Sequence, request: SessionPosition) -> None:
         if request.epoch != sequence.epoch:
@@ -324,7 +339,7 @@ class SessionTable:
         sequence.epoch, sequence.newest_round = request.epoch, request.round_id
 
     def _miss(self, sequence: Sequence, request: SessionPosition) -> None:
-        sure = min(sequence.confirmed_len, sequence.kv_len)
+        sure = min(sequence.confirmed_len, sequence.known_len)
         have = sure // BLOCK_TOKENS * BLOCK_TOKENS if request.start > sure else 0
         sequence.pinned_until_s = self._clock() + self._pin_ttl_s
         raise KvMiss(

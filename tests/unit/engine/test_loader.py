@@ -191,13 +191,13 @@ def test_an_encoder_decoder_is_unsupported(editable: Path) -> None:
 
 def test_a_state_space_model_is_unsupported(editable: Path) -> None:
     MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)).save_pretrained(editable)
-    with pytest.raises(Unsupported, match="has layers of type linear_attention"):
+    with pytest.raises(Unsupported, match="0 of the 1 layers of a model of type mamba have a KV cache"):
         load(editable)
 
 
 def test_layers_of_an_unknown_type_are_unsupported(editable: Path) -> None:
-    edit_json(editable / "config.json", layer_types=["full_attention", "linear_attention", "full_attention"])
-    with pytest.raises(Unsupported, match="linear_attention"):
+    edit_json(editable / "config.json", layer_types=["full_attention", "compressed_sparse_attention", "full_attention"])
+    with pytest.raises(Unsupported, match="has layers of type compressed_sparse_attention"):
         load(editable)
 
 

@@ -116,7 +116,6 @@ def test_a_text_model_that_reads_the_whole_checkpoint_itself_needs_no_package_fo
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("qwen3_5", "of type qwen3_5 and has layers of type linear_attention"),
         ("paligemma", "of type paligemma attends in a way this engine does not compute"),
         ("instructblip", "of type instructblip does not run in this engine: TypeError: .* missing 2 required"),
     ],
