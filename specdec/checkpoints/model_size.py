@@ -16,6 +16,7 @@ from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.preflight import read_config, read_sizes, reads_more_than_text
 from specdec.checkpoints.quantised.statement import read_quantisation
 from specdec.checkpoints.quantised.stored_weights import stored_weights
+from specdec.checkpoints.recurrent_sizes import count_layers
 from specdec.checkpoints.text_weights import is_text_weight
 from specdec.checkpoints.weight_files import tensor_headers
 from specdec.contract.errors import SpecdecError
@@ -44,6 +45,8 @@ class ModelSize:
     """Bytes of KV cache per token, with numbers of two bytes."""
     num_mtp_layers: int
     """Number of multi-token-prediction layers in the checkpoint."""
+    state_bytes: int = 0
+    """Bytes of one session's recurrent states in a hybrid; a session with a running call holds two of them."""
 
 
 def model_size(model: str) -> ModelSize:
@@ -66,13 +69,15 @@ def model_size(model: str) -> ModelSize:
     heads = sizes["num_attention_heads"] = sizes["num_attention_heads"] or 1
     kv_heads = sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
     head_dim = sizes["head_dim"] = sizes["head_dim"] or width // heads
+    layers = count_layers(model, text, num_layers)
     counted = _counted_parameters(Path(model).expanduser(), model)
     return ModelSize(
         counted or _estimated_parameters(sizes, is_tied=bool(text.get("tie_word_embeddings"))),
         counted == 0,
-        num_layers,
-        2 * _KV_NUMBER_BYTES * num_layers * kv_heads * head_dim,
+        layers.num_layers,
+        2 * _KV_NUMBER_BYTES * layers.num_attention * kv_heads * head_dim,
         sizes["num_mtp_layers"] or sizes["num_nextn_predict_layers"],
+        layers.state_bytes,
     )
 
 

@@ -146,6 +146,8 @@ def _model_advice(args: argparse.Namespace, draft: str, target: ModelSize, measu
     gains, basis = _gains(cost, measured.get(model_name(draft)))
     memory_bytes = size.num_parameters * _DTYPE_BYTES[args.dtype]
     note = common or "same vocabulary"
+    if size.state_bytes:
+        note = f"{_bytes(size.state_bytes)} of recurrent states; {note}"
     if max(gains.values()) <= 1.0:
         note = f"do not use this draft: it costs more than it gains; {note}"
     return Advice(draft, memory_bytes, size.kv_bytes_per_token, cost, gains, basis, note)

@@ -127,8 +127,9 @@ def _sized(flag: str, model: str, dtype: str, card: Card) -> PlacedModel:
         size = model_size(model)
     weight_bytes = size.num_parameters * _DTYPE_BYTES[dtype]
     return PlacedModel(
-        model_name(model), size.num_parameters, size.num_layers, size.kv_bytes_per_token, weight_bytes, card, 1
-    )
+        model_name(model), size.num_parameters, size.num_layers, size.kv_bytes_per_token, weight_bytes, card, 1,
+        size.state_bytes,
+    )  # fmt: skip
 
 
 def _measured_alpha(args: argparse.Namespace) -> float:

@@ -83,11 +83,17 @@ class PlacedModel:
     card: Card
     num_gpus: int
     """Cards of one replica: its tensor-parallel degree."""
+    state_bytes: int = 0
+    """Bytes of one sequence's recurrent states in a hybrid."""
 
     @property
     def kv_bytes(self) -> float:
         """Memory of a replica that is left for KV; negative if the weights do not fit."""
         return self.num_gpus * self.card.memory_gb * 1e9 * MEMORY_SHARE - self.weight_bytes
+
+    def session_bytes(self, num_tokens: float) -> float:
+        """Return the memory of a session of `num_tokens` tokens: its KV, and two recurrent states of a hybrid."""
+        return num_tokens * self.kv_bytes_per_token + 2 * self.state_bytes
 
     def step_s(self, num_sequences: float, num_rows: float, context_tokens: float) -> float:
         """Return the seconds of a step.
@@ -97,7 +103,8 @@ class PlacedModel:
             num_rows: mean rows of each.
             context_tokens: mean tokens of KV of each.
         """
-        num_bytes = self.weight_bytes + num_sequences * context_tokens * self.kv_bytes_per_token
+        # A step reads one recurrent state of a sequence and writes one.
+        num_bytes = self.weight_bytes + num_sequences * self.session_bytes(context_tokens)
         reading_s = num_bytes / (self.num_gpus * self.card.bandwidth_gb_per_s * 1e9 * BANDWIDTH_SHARE)
         return max(reading_s, self._multiplying_s(num_sequences * num_rows)) + HOST_S + self._summing_s
 

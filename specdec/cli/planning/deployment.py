@@ -118,8 +118,8 @@ class Deployment:
 
 
 def _kv_bytes(model: PlacedModel, state: SteadyState, load: ExpectedLoad) -> float:
-    """Return the KV that a model has of all streams at their full length."""
-    return state.num_streams * (load.prompt_tokens + load.output_tokens) * model.kv_bytes_per_token
+    """Return the KV, with recurrent states, that a model has of all streams at their full length."""
+    return state.num_streams * model.session_bytes(load.prompt_tokens + load.output_tokens)
 
 
 def tokens_per_round(alpha: float, gamma: int) -> float:
@@ -152,7 +152,7 @@ def placed(model: PlacedModel, card: Card, room_tokens: int) -> PlacedModel:
     num_gpus = 1
     while num_gpus <= _MAX_RANKS:
         one = replace(model, card=card, num_gpus=num_gpus)
-        if one.kv_bytes >= room_tokens * model.kv_bytes_per_token:
+        if one.kv_bytes >= model.session_bytes(room_tokens):
             return one
         num_gpus *= 2
     raise InvalidRequest(
