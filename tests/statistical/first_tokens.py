@@ -58,6 +58,8 @@ PROMPT = (2, 3, 4, 5, 3, 2, 5, 4, 4, 3, 2, 5, 5, 2, 3, 4, 3)
 LEAST_EXPECTED = 5.0
 
 HEADS = ("medusa", "eagle3", "mtp")
+#: A target and a draft with recurrent layers.
+HYBRID = "model, hybrid"
 #: Tokens of drafts whose tokenizer is not the target's: all in common with it, or some that are drafted as text.
 OTHER_TOKENS = {
     "other tokenizer": ["<|end|>", "Ġ", "a", "Ã©", "Ġa", "aÃ©"],
@@ -190,7 +192,7 @@ def serve(row: Row, fixture: Callable[[str], Any], fault: type | None = None) ->
     folder: Path = fixture("checkpoints")(row.draft)
     if row.draft in OTHER_TOKENS:
         return _other_tokenizer(row, folder, fault or CrossVocabularyProposer)
-    if row.draft == "model" or row.draft == "model, ahead":
+    if row.draft.startswith("model"):
         return _draft_model(row, folder, fixture("redis_url"), fault or Proposer)
     return _drafting_target(row, folder, fault or Verifier)
 
@@ -201,7 +203,7 @@ def build(draft: str, folder: Path) -> None:
     if draft in OTHER_TOKENS:
         _build_other_tokenizer(OTHER_TOKENS[draft], folder)
     elif draft.startswith("model"):
-        build_tiny_pair("llama", folder, perturb=0.15, **sizes)
+        build_tiny_pair("qwen3_5" if draft == HYBRID else "llama", folder, perturb=0.15, **sizes)
     elif draft in HEADS:
         build_target_with_head(draft, folder, VOCABULARY, VOCABULARY - 2)
     else:
@@ -272,8 +274,8 @@ async def _draft_model(row: Row, folder: Path, redis_url: str, proposer_type: ty
         hits = partial(stack.num_predrafted, "default", "hit", "extended")
         yield System(
             stack.client, _alone(target, row.backend), _alone(draft, row.backend), prompt=PROMPT[:4],
-            # Few enough that the draft service drafts ahead for all of them.
-            num_at_once=8 if is_ahead else 64, num_of_kind=hits if is_ahead else None,
+            # Few enough that the draft service drafts ahead for all of them, or that all have recurrent states.
+            num_at_once=8 if is_ahead or row.draft == HYBRID else 64, num_of_kind=hits if is_ahead else None,
             least_of_kind=0.2 if is_ahead else GAMMA,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from draft_service.proposer import Proposer
 from specdec.contract.types import Proposal, ProposeRequest, Support, Verification, VerifyRequest
 from target_service.verifier import Verifier
 from tests.engines.conftest import vllm
-from tests.statistical.first_tokens import HEADS, JointDistribution, Row, build, p_value, sample, serve
+from tests.statistical.first_tokens import HEADS, HYBRID, JointDistribution, Row, build, p_value, sample, serve
 from tests.support.redis_fixture import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url", "vllm"]
@@ -59,6 +59,7 @@ def rows(
 
 QUICK = (
     Row("model", "auto", "rejection", PLAIN, 1000),
+    Row(HYBRID, "auto", "rejection", PLAIN, 300),
     Row("other tokenizer", "auto", "rejection", PLAIN, 300),
     Row("other tokenizer, as text", "auto", "rejection", REPEATING, 300),
     Row("early exit", "native", "block", TOP_K_AND_TOP_P, 400),
@@ -67,6 +68,7 @@ QUICK = (
 )
 FULL = (
     *rows(("model",), ("auto",), (*MODES, "off"), (PLAIN, TOP_K_AND_TOP_P, PENALTIES_AND_BIAS, MIN_P)),
+    *rows((HYBRID,), ("auto",), (*MODES, "off"), (PLAIN, TOP_K_AND_TOP_P)),
     *rows(("model, ahead",), ("auto",), MODES, (PLAIN, TOP_K_AND_TOP_P, PENALTIES_AND_BIAS, MIN_P)),
     # Filters are computed by the same code in any arithmetic; without a draft, nothing is drafted ahead.
     *rows(("model, ahead",), ("eager", "int8", "bfloat16"), MODES, (PLAIN, TOP_K_AND_TOP_P)),
