@@ -282,7 +282,7 @@ bench: setup redis  ## all CPU suites (under an hour): tables and bench/results;
 		$(BIN)/python -m bench $$suite --json bench/results/$$suite.json || status=1; done; exit $$status
 
 # The other suites need what a machine may lack; they are named at the end.
-QUICK_SUITES ?= wire latency orchestration crowd structured drafts elastic faults gateway observability planning autoscaling
+QUICK_SUITES ?= wire latency orchestration crowd structured hybrids drafts elastic faults gateway observability planning autoscaling
 
 bench-quick: setup redis  ## whether the suites still run: short runs, whose figures say nothing (QUICK_SUITES='wire' for some)
 	@status=0; for suite in $(QUICK_SUITES); do echo "bench $$suite --quick"; \

@@ -30,6 +30,7 @@ SUITES = {
     "gateway": ("bench.suites.gateway.suite", 6),
     "observability": ("bench.suites.observability.suite", 12),
     "structured": ("bench.suites.structured", 3),
+    "hybrids": ("bench.suites.hybrids", 15),
     "planning": ("bench.suites.planning", 6),
     "autoscaling": ("k8s.simulation.suite", 3),
     "gpu": ("bench.suites.gpu.suite", 10),

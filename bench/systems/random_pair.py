@@ -1,4 +1,4 @@
-"""A random model of any Llama shape and its own first layers as the draft, written for measuring on a GPU.
+"""A random model of any Llama or Qwen3.5 shape and its own first layers as the draft, written for measuring.
 
 Every layer after the draft's adds eps times what an untrained layer adds to the residual stream, so eps dials how often
 both choose the same token; it is found by bisection on the device, from text that the target generates. The text has no
@@ -6,7 +6,7 @@ meaning, and only greedy decoding is intended: at T = 1 the distributions are ne
 no short support covers one. The measured agreement includes the noise of bfloat16: logits are rounded to 8 bits, so the
 top two sometimes tie.
 
-Called by the `gpu` suite and its tests.
+Called by the suites `gpu` and `hybrids` and by tests.
 """
 
 import json
@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bench.harness.workload import prompt_token_ids
 from bench.systems.models import DEMO, OUTPUT_PROJECTIONS, copy_tokenizer
@@ -52,7 +53,13 @@ class RandomPair:
 
 
 def write_random_pair(
-    config: LlamaConfig, num_draft_layers: int, alpha: float, directory: Path, device: str, seed: int = 0
+    config: PreTrainedConfig,
+    num_draft_layers: int,
+    alpha: float,
+    directory: Path,
+    device: str,
+    seed: int = 0,
+    dtype: torch.dtype = DTYPE,
 ) -> RandomPair:
     """Makes, dials and writes the pair; nothing of it stays in memory.
 
@@ -63,10 +70,11 @@ def write_random_pair(
         directory: gets the folders `target` and `draft`.
         device: where the weights are made and the dialling runs.
         seed: fixes the weights.
+        dtype: dtype of the weights.
     """
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
-        target = LlamaForCausalLM._from_config(config, dtype=DTYPE).eval()
+        target: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         # As large as a layer's contribution: with a smaller embedding, texts soon repeat themselves.
         target.get_input_embeddings().weight.mul_(1 / config.initializer_range)
@@ -98,10 +106,13 @@ def write_tokenizer(directory: Path, vocabulary_size: int) -> None:
     path.write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
 
 
-def _first_layers(target: LlamaForCausalLM, num_layers: int) -> LlamaForCausalLM:
+def _first_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """The model of the target's first layers: the same tensors, not copies."""
+    fewer: dict[str, Any] = {"num_hidden_layers": num_layers}
+    if kinds := getattr(target.config, "layer_types", None):
+        fewer["layer_types"] = kinds[:num_layers]
     with torch.device("meta"):
-        draft = LlamaForCausalLM(LlamaConfig(**(target.config.to_dict() | {"num_hidden_layers": num_layers})))
+        draft = type(target)(type(target.config)(**(target.config.to_dict() | fewer)))
     draft.model.embed_tokens, draft.model.layers = target.model.embed_tokens, target.model.layers[:num_layers]
     draft.model.norm, draft.model.rotary_emb = target.model.norm, target.model.rotary_emb
     draft.lm_head = target.lm_head
@@ -109,9 +120,10 @@ def _first_layers(target: LlamaForCausalLM, num_layers: int) -> LlamaForCausalLM
     return draft.eval()
 
 
-def _later_projections(target: LlamaForCausalLM, num_draft_layers: int) -> list[torch.nn.Module]:
+def _later_projections(target: PreTrainedModel, num_draft_layers: int) -> list[torch.nn.Module]:
     layers = target.model.layers[num_draft_layers:]
-    return [layer.get_submodule(name) for layer in layers for name in OUTPUT_PROJECTIONS]
+    names = {*OUTPUT_PROJECTIONS, "linear_attn.out_proj"}
+    return [module for layer in layers for name, module in layer.named_modules() if name in names]
 
 
 def _dial(agreement_at: Callable[[float], float], alpha: float) -> tuple[float, float]:
@@ -129,7 +141,7 @@ def _dial(agreement_at: Callable[[float], float], alpha: float) -> tuple[float, 
 
 
 @torch.inference_mode()
-def _agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: torch.Tensor, eps: float) -> float:
+def _agreement(target: PreTrainedModel, draft: PreTrainedModel, prompts: torch.Tensor, eps: float) -> float:
     """Lets the target write on after every prompt and the draft read it: the share of tokens both name.
 
     The later layers' outputs are scaled as they come, which spares a copy of the weights they will be scaled from.
@@ -151,12 +163,12 @@ def _agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: torch
     return float((logits.argmax(dim=-1) == texts[:, prompts.shape[1] :]).float().mean())
 
 
-def _write(model: LlamaForCausalLM, directory: Path) -> PairModel:
+def _write(model: PreTrainedModel, directory: Path) -> PairModel:
     model.save_pretrained(directory)
     config = model.config
     width = config.num_key_value_heads * config.head_dim
     return PairModel(
         directory=directory,
         step_bytes=sum(weight.nbytes for weight in model.parameters()) - model.get_input_embeddings().weight.nbytes,
-        kv_bytes_per_token=2 * width * config.num_hidden_layers * DTYPE.itemsize,
+        kv_bytes_per_token=2 * width * config.num_hidden_layers * model.dtype.itemsize,
     )
