@@ -153,7 +153,11 @@ class RecurrentStates:
     def note_run(self) -> None:
         """Note that the planned slice has run."""
         written = set(self._planned.values())
-        self._slot_of = {at: slot for at, slot in self._slot_of.items() if slot not in written} | self._planned
+        kept = {at: slot for at, slot in self._slot_of.items() if slot not in written} | self._planned
+        # A snapshot that the session began with is let go once two states follow it: blocks after it are published.
+        self._slot_of = dict(sorted(kept.items())[-SLOTS_PER_SESSION:])
+        if self._adopted and self._adopted[0] not in self._slot_of.values():
+            self._slots.free(self._adopted)
         self._planned = {}
 
     def publish(self) -> None:
