@@ -46,6 +46,7 @@ def read_stats(calls: Calls[Job, Any], num_arrived: int, state_bytes: int, *, is
     jobs = [job for job in list(calls.jobs.values()) if not job.call.preemptible]
     num_running = sum(job.has_run for job in jobs)
     blocks, slots = calls.sessions.blocks, calls.sessions.states or BlockManager(0)
+    num_own_slots = calls.sessions.num_own_slots
     return EngineStats(
         num_waiting_calls=num_arrived + len(jobs) - num_running,
         num_running_calls=num_running,
@@ -57,7 +58,7 @@ def read_stats(calls: Calls[Job, Any], num_arrived: int, state_bytes: int, *, is
         num_kv_exhausted=calls.num_exhausted,
         num_preemptions=calls.sessions.num_preemptions,
         num_replayed_tokens=calls.sessions.num_replayed_tokens,
-        session_state_bytes=slots.num_held * state_bytes,
-        snapshot_state_bytes=(slots.num_available - slots.num_free) * state_bytes,
+        session_state_bytes=num_own_slots * state_bytes,
+        snapshot_state_bytes=max(0, slots.num_blocks - slots.num_free - num_own_slots) * state_bytes,
         is_stalled=is_stalled,
     )

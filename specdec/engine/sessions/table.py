@@ -132,6 +132,11 @@ class SessionTable:
         return len(active)
 
     @property
+    def num_own_slots(self) -> int:
+        """Number of slots for recurrent states that end with their sessions. Any thread may call."""
+        return sum(each.states.num_own for each in list(self._sessions.values()) if each.states is not None)
+
+    @property
     def now_s(self) -> float:
         """Time by the table's clock."""
         return self._clock()
