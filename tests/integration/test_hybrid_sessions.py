@@ -127,7 +127,7 @@ async def test_a_new_coordinator_takes_back_tokens_and_repeats_rounds(model, pro
 
 
 async def test_a_second_turn_begins_at_the_snapshot_before_the_end_of_the_prompt(model, proposer, verifier):
-    """As a chat: the second prompt repeats the first without its last tokens, and goes on otherwise."""
+    """The second prompt repeats the first one without its last tokens, as the next turn of a chat does."""
     prompt = (PROMPT * 9)[:100]
     first = RoundDriver("first", list(prompt), proposer, verifier)
     await first.generate(20, gamma=4)
