@@ -100,7 +100,7 @@ async def test_rounds_with_and_without_drafts_in_turn(model, proposer, verifier)
     assert max(accepted) > 1
 
 
-@pytest.mark.parametrize("kills", [{"target"}, {"draft"}, {"target", "draft"}], ids=" and ".join)
+@pytest.mark.parametrize("kills", [("target",), ("draft",), ("target", "draft")], ids=" and ".join)
 async def test_a_session_goes_on_after_the_loss_of_its_states(model, proposer, verifier, kills):
     """At odd lengths, so that no block and no snapshot ends where the session was."""
     driver = RoundDriver("s", list(PROMPT), proposer, verifier)
