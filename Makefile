@@ -63,6 +63,8 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip uninstall -q -y specdec 2>/dev/null || true  # the name of the distribution before 0.2.0
 	@echo "installing specdec and what runs it (a few minutes the first time):"
 	$(call install,serve$(,)embedded)
+	@echo "compiling the CPU kernels for this machine (half a minute)"
+	@$(BIN)/python -m specdec.engine.kernels --prebuild >/dev/null || echo "going on without them: models on a CPU run slower" >&2
 	@touch $@
 
 $(STAMP): $(SERVE_STAMP)

@@ -16,7 +16,7 @@ import torch
 from specdec.contract.errors import Unsupported
 from specdec.engine.kernels.compiler import prebuilt_libraries
 from specdec.engine.kernels.library import load_library
-from tests.integration.test_native_kernels import ROOT, compile_with, directory, load, piece, run
+from tests.integration.test_native_kernels import ROOT, compile_with, directory, hide_prebuilt, load, piece, run
 from tests.support.choice_checks import check_coupled_choices
 
 __all__ = ["directory"]
@@ -25,6 +25,7 @@ __all__ = ["directory"]
 def test_without_a_compiler_auto_warns_and_native_stops(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    hide_prebuilt(monkeypatch)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(Unsupported, match="C\\+\\+ compiler"):
         load(directory, kept_in=tmp_path)
@@ -38,6 +39,7 @@ def test_a_compiler_that_does_not_run_counts_as_missing(
 ) -> None:
     (tmp_path / "g++").write_text("not a program")
     (tmp_path / "g++").chmod(0o755)
+    hide_prebuilt(monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unsupported, match="cannot be compiled"):
         load(directory, kept_in=tmp_path / "kept")
@@ -57,8 +59,11 @@ def quick_compiler(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     compile_with("-O0", tmp_path_factory.mktemp("compiler"), monkeypatch)
 
 
+HIDING = "from specdec.engine.kernels import library; library.prebuilt_libraries = lambda: iter(())\n"
+
+
 def load_in_another_process(kept_in: Path) -> Path:
-    subprocess.run([sys.executable, "-c", LOADING, str(kept_in)], check=True)
+    subprocess.run([sys.executable, "-c", HIDING + LOADING, str(kept_in)], check=True)
     (kept,) = kept_in.iterdir()
     return kept
 

@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,11 +96,17 @@ def test_a_row_has_the_same_bits_among_any_rows_chunks_and_number_of_threads(
 
 
 def compile_with(flags: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a compiler on the PATH that adds flags; the last `-march` wins."""
+    """Put a compiler on the PATH that adds flags, and hide what is compiled; the last `-march` wins."""
     wrapper = directory / "g++"
     wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" {flags}\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("PATH", str(directory), prepend=os.pathsep)
+    hide_prebuilt(monkeypatch)
+
+
+def hide_prebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process compile the kernels although `make setup` did."""
+    monkeypatch.setattr("specdec.engine.kernels.library.prebuilt_libraries", partial(iter, ()))
 
 
 def needs_x86(*features: str) -> pytest.MarkDecorator:

@@ -1,7 +1,8 @@
 """GGUF files in specdec and in llama.cpp's server: starts, disk and memory, and tokens a second. Part of suite `real`.
 
-A first start has an empty cache, so it compiles the kernels too. Both servers get the same file, prompts, threads and
-number of greedy tokens, and take turns. Needs `make real` and `make demo-pair`, and `make peers` for llama.cpp.
+A first start has an empty cache, so it packs what it keeps; `make setup` has compiled the kernels. Both servers get the
+same file, prompts, threads and number of greedy tokens, and take turns. Needs `make real` and `make demo-pair`, and
+`make peers` for llama.cpp.
 """
 
 import asyncio

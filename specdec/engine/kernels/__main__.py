@@ -1,6 +1,7 @@
-"""Compile the kernels for a container image: `python -m specdec.engine.kernels DIRECTORY`. Called by Dockerfiles.
+"""Compile the kernels before a replica starts: `python -m specdec.engine.kernels DIRECTORY`. Called by Dockerfiles.
 
-With `--load` it loads the kernels as a replica does at its start, which `specdec doctor` checks.
+`--prebuild` compiles them for this machine alone, where its replicas look for them; `make setup` calls it. `--load`
+loads the kernels as a replica does at its start, which `specdec doctor` checks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from specdec.checkpoints.artifact_cache import cache_directory
 from specdec.contract.errors import SpecdecError
-from specdec.engine.kernels.compiler import prebuild
+from specdec.engine.kernels.compiler import prebuild, prebuild_for_this_machine
 from specdec.engine.kernels.library import load_library
 
 
@@ -25,11 +26,14 @@ def main(arguments: list[str]) -> int:
     what.add_argument(
         "directory", nargs="?", type=Path, help="directory for the libraries; created if it does not exist"
     )
+    what.add_argument("--prebuild", action="store_true", help="compile for this machine, into specdec's folder")
     what.add_argument("--load", action="store_true", help="load the kernels of this machine from the user's cache")
     args = parser.parse_args(arguments)
     try:
         if args.load:
             paths = [Path(load_library(cache_directory(os.environ) / "compiled")._name)]
+        elif args.prebuild:
+            paths = prebuild_for_this_machine()
         else:
             paths = prebuild(args.directory)
     except (SpecdecError, OSError) as error:

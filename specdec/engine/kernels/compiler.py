@@ -1,10 +1,11 @@
-"""Compilation of the kernels in `step.cpp` and its headers, and prebuilt kernels for images without a compiler.
+"""Compilation of the kernels in `step.cpp` and its headers, and kernels that are compiled before a replica starts.
 
     python -m specdec.engine.kernels DIRECTORY    # writes one library for each kind of processor; needs g++
+    python -m specdec.engine.kernels --prebuild   # writes the one for this machine where replicas look for it
 
-Prebuilt libraries are found in `prebuilt/` in this folder, where an image's build puts them; a checkout has none. The
-kinds differ only in the features that the kernels use: the vector width and the instruction for products of bytes.
-`library` compiles for the exact processor instead and keeps the result.
+Prebuilt libraries are found in `prebuilt/` in this folder. An image's build puts all kinds there, and `make setup` the
+one of its machine. The kinds differ only in the features that the kernels use: the vector width and the instruction
+for products of bytes. Without a prebuilt library `library` compiles for the exact processor and keeps the result.
 """
 
 from __future__ import annotations
@@ -118,25 +119,46 @@ def prebuild(directory: Path) -> list[Path]:
         Unsupported: there is not a compiler, or it cannot compile the kernels.
         OSError: the libraries cannot be written.
     """
-    compiler = find_compiler()
+    return [_write(kind, directory) for kind in _KINDS.get(platform.machine(), ())]
+
+
+def prebuild_for_this_machine() -> list[Path]:
+    """Write the library of the best kind that runs on this machine, in place of any others, and return its path.
+
+    The list is empty if no kind does; then `library` compiles for the processor. Raises as `prebuild`.
+    """
+    best = next(_kinds_of_this_processor(), None)
+    if best is None:
+        return []
+    path = _write(best, _DIRECTORY)
+    for other in _DIRECTORY.glob("*.so"):
+        if other != path:
+            other.unlink()
+    return [path]
+
+
+def _write(kind: ProcessorKind, directory: Path) -> Path:
+    path = directory / kind.file_name
     with tempfile.TemporaryDirectory(prefix="specdec-native-") as temporary:
         built = Path(temporary) / "built.so"
-        paths = []
-        for kind in _KINDS.get(platform.machine(), ()):
-            compile_library(compiler, kind.architecture, built)
-            paths.append(directory / kind.file_name)
-            artifact_cache.keep(built, paths[-1])
-    return paths
+        compile_library(find_compiler(), kind.architecture, built)
+        artifact_cache.keep(built, path)
+    return path
 
 
 def prebuilt_libraries(directory: Path = _DIRECTORY) -> Iterator[Path]:
     """Yield the libraries in `directory` that match these sources and run on this processor, best first."""
     if not directory.is_dir():
         return
-    features = _processor_features()
-    for kind in _KINDS.get(platform.machine(), ()):
-        if kind.features <= features and artifact_cache.is_usable(path := directory / kind.file_name):
+    for kind in _kinds_of_this_processor():
+        if artifact_cache.is_usable(path := directory / kind.file_name):
             yield path
+
+
+def _kinds_of_this_processor() -> Iterator[ProcessorKind]:
+    """Yield the kinds whose libraries run on this processor, best first."""
+    features = _processor_features()
+    return (kind for kind in _KINDS.get(platform.machine(), ()) if kind.features <= features)
 
 
 def _processor_features() -> set[str]:

@@ -1,9 +1,9 @@
 """Loading of the kernels: a prebuilt library for this kind of processor, else `step.cpp` compiled once on this machine.
 
-A compiled library is kept in a cache directory under a digest of all sources, the compiler and the processor. Only the
-first start on a machine compiles, for some ten seconds, and a home directory shared by machines holds one library for
-each. A kept library that is damaged or that other users could have written is compiled again (`artifact_cache`). Called
-by `specdec.engine.loader`; `specdec.engine.logits.kernel_choices` uses the loaded library.
+A compiled library is kept in a cache directory under a digest of all sources, the compiler and the processor. Without
+a prebuilt one the first start on a machine compiles, for ten seconds or more, and a home directory shared by machines
+holds one library for each. A kept library that is damaged or that other users could have written is compiled again
+(`artifact_cache`). Called by `specdec.engine.loader`; `specdec.engine.logits.kernel_choices` uses the loaded library.
 """
 
 from __future__ import annotations
