@@ -45,11 +45,13 @@ def choose_threads(round_s: Mapping[int, float], num_cores: int) -> int:
 
 
 def measure_rounds(
-    worker: Worker, counts: Sequence[int], clock: Callable[[], float] = time.perf_counter
+    worker: Worker, counts: Sequence[int], clock: Callable[[], float] = time.thread_time
 ) -> Mapping[int, float]:
     """Return the seconds of a round by number of threads: the best of a few, measured in turns within half a second.
 
-    If steps are too long for that, each kind runs once. One of `counts` is set as the number of threads afterwards.
+    They are seconds of the calling thread's processor time. It takes part in the whole step, and services that load
+    their models at the same time take the processors away from it only now. If steps are too long for half a second,
+    each kind runs once. One of `counts` is set as the number of threads afterwards.
     """
     rows = [min(count, worker.shape.max_context_tokens) for count in _ROWS]
     plans = [StepPlan((SequenceSlice((0,) * count, 0, (0,), count),)) for count in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -75,6 +76,23 @@ def test_a_round_is_the_fastest_step_of_one_row_plus_the_fastest_of_five_rows() 
     round_s = measure_rounds(worker, [1, 2], lambda: worker.now_s)
     assert round_s == pytest.approx({1: 0.026, 2: 0.016})
     assert worker.now_s < 1
+
+
+class DelayedWorker(TimedWorker):
+    """A worker whose steps with two threads are shorter, but wait for a processor that another process has."""
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        began_s = time.thread_time()
+        while time.thread_time() - began_s < self._step_s[torch.get_num_threads(), len(plan.slices[0].token_ids)]:
+            pass
+        if torch.get_num_threads() == 2:
+            time.sleep(0.1)
+        return super().execute(plan)
+
+
+def test_another_process_that_takes_the_processors_does_not_change_the_choice() -> None:
+    round_s = measure_rounds(DelayedWorker({kind: 2 * seconds for kind, seconds in STEPS.items()}), [1, 2])
+    assert choose_threads(round_s, 2) == 2
 
 
 def test_long_steps_are_measured_once() -> None:
