@@ -112,6 +112,8 @@ def _text_alone(config: PreTrainedConfig) -> PreTrainedConfig:
     for name in ("eos_token_id", "quantization_config"):
         if getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
+    if getattr(config, "tie_word_embeddings", False):  # then the files have no head
+        text.tie_word_embeddings = True
     return text
 
 
