@@ -117,11 +117,14 @@ class EngineStats:
     num_free_kv_blocks: int = 0
     """Number of KV blocks without contents."""
     num_kv_exhausted: int = 0
-    """Number of calls that were refused because the KV blocks were reserved for other turns, or too few."""
+    """Number of calls that were refused because the KV blocks, or the slots for the recurrent states of a hybrid, were
+    reserved for other turns, or too few."""
     num_preemptions: int = 0
     """Number of admitted calls that gave up their KV and ran it again."""
     num_replayed_tokens: int = 0
     """Number of tokens of hybrids that ran again, from the newest recurrent state before them."""
+    num_withdrawn_snapshots: int = 0
+    """Number of snapshots of hybrids that are no longer used, because a session that began at one failed."""
     session_state_bytes: int = 0
     """Bytes of the recurrent states of sessions."""
     snapshot_state_bytes: int = 0

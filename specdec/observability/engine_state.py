@@ -99,7 +99,8 @@ class EngineState:
         exhausted, preempted = (0, 0) if stats is None else (stats.num_kv_exhausted, stats.num_preemptions)
         yield counter(
             "kv_exhausted",
-            "Calls that were refused because the KV blocks were reserved for other turns, or too few.",
+            "Calls that were refused because the KV blocks or recurrent states were reserved for other turns, or too "
+            "few.",
             [({}, exhausted)],
         )
         yield counter("num_preemptions", "Admitted calls that gave up their KV and ran it again.", [({}, preempted)])
@@ -114,6 +115,11 @@ class EngineState:
             "replayed_tokens",
             "Tokens of a hybrid that ran again, because a recurrent state cannot go back.",
             [({}, stats.num_replayed_tokens)],
+        )
+        yield self._series.counter_family(
+            "withdrawn_snapshots",
+            "Snapshots of a hybrid that are no longer used, because a session that began at one failed.",
+            [({}, stats.num_withdrawn_snapshots)],
         )
 
     def _description(self, info: EngineInfo | None) -> Iterator[Metric]:

@@ -101,7 +101,7 @@ class EngineLoop:
         self._idle_drafting = ahead or IdleDrafting()
         self._clock = clock
         self._blocks = BlockManager(worker.shape.num_kv_blocks)
-        states = BlockManager(worker.shape.num_states) if worker.shape.num_states else None
+        states = BlockManager(worker.shape.num_states, worker.shape.state_bytes) if worker.shape.num_states else None
         self._sessions = SessionTable(self._blocks, states, pin_ttl_s=pin_ttl_s, clock=clock)
         self._masks = masks or ConstraintMasks(program)
         self._inbox = Inbox()

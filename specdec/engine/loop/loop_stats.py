@@ -58,6 +58,7 @@ def read_stats(calls: Calls[Job, Any], num_arrived: int, state_bytes: int, *, is
         num_kv_exhausted=calls.num_exhausted,
         num_preemptions=calls.sessions.num_preemptions,
         num_replayed_tokens=calls.sessions.num_replayed_tokens,
+        num_withdrawn_snapshots=calls.sessions.num_withdrawn_snapshots,
         session_state_bytes=num_own_slots * state_bytes,
         snapshot_state_bytes=max(0, slots.num_blocks - slots.num_free - num_own_slots) * state_bytes,
         is_stalled=is_stalled,

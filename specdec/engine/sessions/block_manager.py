@@ -31,8 +31,10 @@ def blocks_for(num_tokens: int) -> int:
 class BlockManager:
     """Owns block ids 0..num_blocks-1. A block table is a plain list of ids, in position order, owned by the caller."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        """Bytes of a block, for messages; 0 if they do not matter."""
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._ref_counts: list[int] = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
@@ -118,9 +120,20 @@ class BlockManager:
             self._ref_counts[block_id] += 1
             table.append(block_id)
 
+    def num_given_back(self, tables: Iterable[Sequence[int]]) -> int:
+        """Return the number of blocks that would become available if these tables were freed."""
+        held = Counter(block_id for table in tables for block_id in table)
+        return sum(count == self._ref_counts[block_id] for block_id, count in held.items())
+
     def is_published(self, block_hash: bytes) -> bool:
         """Return whether a block is published under this hash."""
         return block_hash in self._block_of
+
+    def withdraw(self, block_id: int) -> None:
+        """Let no further table adopt a held block; a block that is not published stays as it is."""
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
 
     def stamps(self, block_hashes: Iterable[bytes]) -> list[tuple[int, int]] | None:
         """Return the ids of published blocks, each with a number that changes before the block may be written again.

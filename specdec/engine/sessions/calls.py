@@ -30,7 +30,7 @@ from specdec.contract.errors import KvMiss, ResourceExhausted, SpecdecError, Sta
 from specdec.contract.types import ProposeRequest, RunLimit, ScoreRequest, SessionPosition, TokenIds, VerifyRequest
 from specdec.engine.sessions.block_manager import blocks_for
 from specdec.engine.sessions.kv_queue import KvQueue, WaitLimits
-from specdec.engine.sessions.reservations import is_within_reservation
+from specdec.engine.sessions.reservations import is_within_reservation, shortage
 from specdec.engine.sessions.sequence import Identity, Sequence, StoredAnswer
 from specdec.engine.sessions.table import SessionTable
 
@@ -228,7 +228,13 @@ class Calls(Generic[JobT, WaiterT]):
         if waiting is not None and not self.running:
             self.pin_end_s = self._next_change_s()
             if self.pin_end_s == float("inf") and not self.restoring:
-                self._refuse(waiting, ResourceExhausted("no KV block is left on this replica", reason="KV_EXHAUSTED"))
+                what, how_many = shortage(waiting.sequence, waiting.call.needed_len)
+                self._refuse(
+                    waiting,
+                    ResourceExhausted(
+                        f"no {what} are left on this replica; the request needs {how_many}", reason="KV_EXHAUSTED"
+                    ),
+                )
         return begun
 
     def make_room(self, job: JobT) -> None:

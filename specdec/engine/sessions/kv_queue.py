@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from specdec.contract.errors import ResourceExhausted
 from specdec.engine.sessions.block_manager import blocks_for
+from specdec.engine.sessions.reservations import shortage
 
 #: Number of ended turns from which the rate is computed.
 _NUM_TURNS = 32
@@ -132,9 +133,10 @@ class KvQueue(Generic[JobT]):
         is_too_late = now_s - wait.since_s >= self._limits.max_wait_s
         is_too_long = not wait.is_tried and wait_s > self._limits.max_wait_s
         if self._num_ahead >= self._limits.max_waiting or is_too_late or is_too_long:
+            what, how_many = shortage(job.sequence, job.call.needed_len)
             return ResourceExhausted(
-                f"the KV blocks of this replica are reserved for running requests, and {self._num_ahead} requests wait "
-                f"for them; the request needs {num_blocks}",
+                f"the {what} of this replica are reserved for running requests, and {self._num_ahead} requests wait "
+                f"for them; the request needs {how_many}",
                 reason="KV_EXHAUSTED",
                 retry_after_s=min(max(_LEAST_RETRY_S, wait_s), _MOST_RETRY_S),
             )

@@ -84,9 +84,15 @@ class RecurrentStates:
         """Take the slots of a session with a running call. Returns False, with nothing changed, if too few are left."""
         return self._slots.extend(self._own, SLOTS_PER_SESSION)
 
-    def is_short(self, num_given_back: int) -> bool:
-        """Return whether slots are missing even if others give back this many."""
-        return SLOTS_PER_SESSION - len(self._own) > self._slots.num_available + num_given_back
+    def is_short(self, losers: Iterable[RecurrentStates | None] = ()) -> bool:
+        """Return whether slots are missing even if the losers give back theirs."""
+        num_missing = SLOTS_PER_SESSION - len(self._own) - self._slots.num_available
+        return num_missing > 0 and num_missing > self._slots.num_given_back(all_tables(losers))
+
+    @property
+    def need(self) -> str:
+        """Words for the slots that a session needs beside its KV."""
+        return f"{SLOTS_PER_SESSION} of {self._slots.block_bytes} bytes each beside its KV"
 
     def rewind(self, length: int) -> int:
         """Forget the states after more than `length` tokens; return the number of tokens before the newest one left."""
@@ -102,12 +108,24 @@ class RecurrentStates:
         self._own.sort(key=lambda slot: slot != newest)
         self._slots.shorten(self._own, int(newest in self._own))
 
+    def drop_snapshots(self) -> None:
+        """Give back the slots of the snapshots that slices have taken; published ones stay for other sessions."""
+        for table in self._snapshots.values():
+            self._slots.free(table)
+        self._snapshots = {}
+
+    def withdraw(self) -> int:
+        """Let no other session begin at the snapshot that this one began with; return the number of snapshots."""
+        for slot in self._adopted:
+            self._slots.withdraw(slot)
+        return len(self._adopted)
+
     def release(self) -> None:
         """Forget every state and give back all slots."""
         self._slot_of, self._planned = {}, {}
-        for table in self.tables:
+        for table in (self._own, self._adopted):
             self._slots.free(table)
-        self._snapshots = {}
+        self.drop_snapshots()
 
     def has_snapshot(self, name: bytes) -> bool:
         """Return whether a snapshot is published under this name."""
@@ -145,7 +163,8 @@ class RecurrentStates:
         saves = [(at - start, slot) for at, slot in self._planned.items()]
         for at, name in snapshots.items():
             table: list[int] = []
-            if not self._slots.is_published(name) and self._slots.extend(table, 1):
+            is_taken = name in self._snapshots or self._slots.is_published(name)
+            if not is_taken and self._slots.extend(table, 1):
                 self._snapshots[name] = table
                 saves.append((at - start, table[0]))
         return source, tuple(sorted(saves))
@@ -164,8 +183,7 @@ class RecurrentStates:
         """Publish the snapshots of the slice that has run."""
         for name, table in self._snapshots.items():
             self._slots.publish(table[0], name)
-            self._slots.free(table)
-        self._snapshots = {}
+        self.drop_snapshots()
 
     def _spare(self, other: int | None) -> int:
         """Return the own slot that is not `other`."""

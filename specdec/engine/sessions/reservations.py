@@ -33,12 +33,23 @@ def is_within_reservation(sequence: Sequence) -> bool:
     return bool(sequence.reserved_len) and len(sequence.block_table) == blocks_for(sequence.reserved_len)
 
 
-def require_pool(num_tokens: int, blocks: BlockManager) -> None:
-    """Raise ResourceExhausted (KV_EXHAUSTED, never to be retried) if the whole pool is too small for some tokens."""
+def shortage(sequence: Sequence, num_tokens: int) -> tuple[str, str]:
+    """Return what a waiting call of `num_tokens` tokens lacks, and how much of it the call needs: words of messages."""
+    if sequence.states is not None and sequence.states.is_short():
+        return "recurrent states", sequence.states.need
+    return "KV blocks", str(blocks_for(num_tokens) - len(sequence.block_table))
+
+
+def require_pool(num_tokens: int, blocks: BlockManager, states: BlockManager | None = None) -> None:
+    """Raise ResourceExhausted (KV_EXHAUSTED, never to be retried) if the whole pool is too small for some tokens.
+
+    `states` are the slots of a hybrid, which take a part of the pool.
+    """
     num_blocks = blocks_for(num_tokens)
     if num_blocks > blocks.num_blocks:
+        beside = "" if states is None else f" beside {states.num_blocks * states.block_bytes} bytes of recurrent states"
         error = ResourceExhausted(
-            f"{num_tokens} tokens need {num_blocks} KV blocks, this replica has {blocks.num_blocks}",
+            f"{num_tokens} tokens need {num_blocks} KV blocks, this replica has {blocks.num_blocks}{beside}",
             reason="KV_EXHAUSTED",
         )
         error.retry_after_s = None
@@ -121,9 +132,7 @@ class Takeover:
         num_missing = blocks_for(num_tokens) - len(sequence.block_table) - self._blocks.num_available
         if sum(len(other.block_table) for other in losers) < num_missing:
             return None
-        if sequence.states is not None and sequence.states.is_short(
-            sum(other.states.num_own for other in losers if other.states is not None)
-        ):
+        if sequence.states is not None and sequence.states.is_short(other.states for other in losers):
             return None
         num_preempted = 0
         for index, other in enumerate(losers):

@@ -218,6 +218,8 @@ class Sequence:
     def settle(self, blocks: BlockManager) -> None:
         """End a call: drop tokens that did not run, and blocks beyond those that are reserved for the turn."""
         self.truncate_to(self.known_len, blocks)
+        if self.states is not None:
+            self.states.drop_snapshots()  # those of a call that ended before its answer
 
     def end_turn(self, blocks: BlockManager) -> None:
         """Give back the blocks that are reserved for the turn, and let others take those with KV."""

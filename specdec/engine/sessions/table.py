@@ -102,6 +102,8 @@ class SessionTable:
         """Number of times that a running turn gave up its KV to another one."""
         self.num_replayed_tokens = 0
         """Number of tokens that ran again because a recurrent state cannot go back."""
+        self.num_withdrawn_snapshots = 0
+        """Number of snapshots that are no longer used, because a session that began at one failed."""
         self._turns = count(1)
         self.tenants = TenantUse()
         self._answered: OrderedDict[Sequence, None] = OrderedDict()  # those with a stored answer, oldest answer first
@@ -249,7 +251,7 @@ class SessionTable:
         """
         needed_len = max(max_kv_len, reserved_len)
         least_len = max_kv_len if has_begun else needed_len
-        require_pool(least_len, self.blocks)
+        require_pool(least_len, self.blocks, self.states)
         # At least the last committed token must run, because its logits are always needed.
         sequence.adopt_published(committed_len - 1, self.blocks)
         if not sequence.grow(needed_len, self.blocks):
@@ -312,8 +314,11 @@ class SessionTable:
         return num_blocks
 
     def invalidate(self, sequence: Sequence) -> None:
-        """End a call on `sequence` after a crash and drop its KV, which may be wrong."""
+        """End a call on `sequence` after a crash and drop its KV, which may be wrong, and so may the snapshot that it
+        began with."""
         sequence.in_flight = False
+        if sequence.states is not None:
+            self.num_withdrawn_snapshots += sequence.states.withdraw()
         sequence.forget(self.blocks)
 
     def release(self, session_id: str) -> None:
