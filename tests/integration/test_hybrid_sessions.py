@@ -27,6 +27,7 @@ from specdec.engine.options import CompileOptions, LoadRequest
 from specdec.engine.sessions.recurrent_states import SNAPSHOT_TOKENS, RecurrentStates, snapshot_lengths
 from specdec.settings.draft_specs import parse_local_draft
 from target_service.verifier import Verifier
+from tests.support.greedy_texts import generate
 from tests.support.round_driver import RoundDriver, make_round
 from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import build_tiny_model, build_tiny_pair
@@ -41,10 +42,7 @@ class _Model:
     oracle: torch.nn.Module
 
     def text(self, prompt: list[int], num_tokens: int) -> list[int]:
-        output = self.oracle.generate(
-            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
-        )
-        return output[0, len(prompt) :].tolist()
+        return generate(self.oracle, prompt, num_tokens)
 
 
 @pytest.fixture(

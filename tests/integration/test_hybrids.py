@@ -20,12 +20,12 @@ from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.options import LoadRequest
 from target_service.verifier import Verifier
+from tests.support.greedy_texts import generate, require_same_but_for_ties
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import build_tiny_pair
 
 NUM_TOKENS = 28
-TIE = 1e-4
 
 
 @dataclass
@@ -55,13 +55,8 @@ def pair(request, tmp_path_factory) -> _Pair:
         (shared if index % 2 else []) + torch.randint(2, 256, (3 + 9 * index,), generator=generator).tolist()
         for index in range(8)
     ]
-    expected = [_generate(oracle, prompt, NUM_TOKENS) for prompt in prompts]
+    expected = [generate(oracle, prompt, NUM_TOKENS) for prompt in prompts]
     return _Pair(target, draft, oracle, prompts, expected)
-
-
-def _generate(oracle: torch.nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
-    output = oracle.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None)
-    return output[0, len(prompt) :].tolist()
 
 
 def _worker(path: Path, **options):
@@ -86,14 +81,8 @@ async def _outputs(pair: _Pair, *, together: bool, **options) -> tuple[list[list
 
 
 def _require_same(pair: _Pair, outputs: list[list[int]]) -> None:
-    for prompt, expected, output in zip(pair.prompts, pair.expected, outputs, strict=True):
-        if output == expected:
-            continue
-        first = next(index for index in range(NUM_TOKENS) if output[index] != expected[index])
-        with torch.no_grad():
-            best = pair.oracle(torch.tensor([prompt + expected[:first]])).logits[0, -1].topk(2).values
-        print(f"first difference at output token {first}: best logits {best.tolist()}")
-        assert best[0] - best[1] < TIE
+    for texts in zip(pair.prompts, pair.expected, outputs, strict=True):
+        require_same_but_for_ties(pair.oracle, *texts)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "all at once"])

@@ -23,6 +23,7 @@ from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.options import CompileOptions, LoadRequest, row_counts
 from target_service.verifier import Verifier
 from tests.support.cuda_graphs_rig import CountedCapture
+from tests.support.greedy_texts import generate, require_same_but_for_ties
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_models import build_tiny_pair
 
@@ -30,7 +31,6 @@ AUTO_OPTIONS = CompileOptions()
 
 NUM_TOKENS = 28
 NUM_PROMPTS = 6
-TIE = 1e-4
 
 
 @dataclass
@@ -53,10 +53,7 @@ def pair(request, tmp_path_factory) -> _Pair:
     for index in range(NUM_PROMPTS):
         own = torch.randint(2, 256, (3 + 9 * index,), generator=generator).tolist()
         built.prompts.append((shared if index % 2 else []) + own)
-        output = built.oracle.generate(
-            torch.tensor([built.prompts[-1]]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
-        )
-        built.expected.append(output[0, len(built.prompts[-1]) :].tolist())
+        built.expected.append(generate(built.oracle, built.prompts[-1], NUM_TOKENS))
     return built
 
 
@@ -102,36 +99,30 @@ async def _outputs(
     return outputs, num_accepted / num_tested
 
 
-def _assert_same_but_for_ties(pair: _Pair, outputs: list[list[int]]) -> None:
-    for prompt, expected, output in zip(pair.prompts, pair.expected, outputs, strict=True):
-        if output == expected:
-            continue
-        first = next(index for index in range(NUM_TOKENS) if output[index] != expected[index])
-        with torch.no_grad():
-            best = pair.oracle(torch.tensor([prompt + expected[:first]])).logits[0, -1].topk(2).values
-        print(f"first difference at output token {first}: best logits {best.tolist()}")
-        assert best[0] - best[1] < TIE
+def _require_same(pair: _Pair, outputs: list[list[int]]) -> None:
+    for texts in zip(pair.prompts, pair.expected, outputs, strict=True):
+        require_same_but_for_ties(pair.oracle, *texts)
 
 
 @pytest.mark.parametrize("predraft", [Predraft.OFF, Predraft.ON])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "all at once"])
 async def test_greedy_rounds_reproduce_generate(pair, together, predraft):
     outputs, alpha = await _outputs(pair, together=together, predraft=predraft)
-    _assert_same_but_for_ties(pair, outputs)
+    _require_same(pair, outputs)
     assert 0.3 < alpha < 0.95
 
 
 @pytest.mark.parametrize("predraft", [Predraft.OFF, Predraft.ON])
 async def test_greedy_rounds_reproduce_generate_while_sessions_evict_each_other(pair, predraft):
     outputs, _ = await _outputs(pair, together=True, predraft=predraft, num_kv_blocks=16)
-    _assert_same_but_for_ties(pair, outputs)
+    _require_same(pair, outputs)
 
 
 async def test_greedy_rounds_through_captured_steps_reproduce_generate(pair):
     capture = CountedCapture()
     compiling = CompileOptions("cuda-graphs", row_counts(17), capture=capture)
     outputs, _ = await _outputs(pair, together=True, predraft=Predraft.ON, compiling=compiling)
-    _assert_same_but_for_ties(pair, outputs)
+    _require_same(pair, outputs)
     assert capture.num_replays > NUM_TOKENS
 
 
