@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_vocabulary, vocabulary_size
 from specdec.contract.errors import Unsupported
-from specdec.contract.types import BLOCK_TOKENS
+from specdec.contract.types import BLOCK_TOKENS, SLOTS_PER_SESSION
 from specdec.engine.base import KvLayout, ModelShape, Worker
 from specdec.engine.cuda_device import cuda_pool_bytes, settle_cuda
 from specdec.engine.cuda_graphs.graph_steps import capture_steps, wants_capture
@@ -208,6 +208,9 @@ class _Load:
             if part.is_first:
                 _log.info("KV cache of %d blocks: %d tokens in all, sessions of up to %d", num_blocks,
                           num_blocks * BLOCK_TOKENS, shape.max_context_tokens)  # fmt: skip
+            if part.is_first and num_slots:
+                _log.info("%d recurrent states of %d bytes: at most %d sessions at once", num_slots, slot_bytes,
+                          num_slots // SLOTS_PER_SESSION)  # fmt: skip
             pools = None if states is None else StatePools(states, num_slots, part.device)
             own, reference = self._make_worker(shape, shapes, layers, drafting, pools)
         worker = part.lead(own)
