@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.contract.errors import Internal, InvalidSetting, ResourceExhausted, SpecdecError
+from specdec.contract.errors import Internal, InvalidSetting, ResourceExhausted, SpecdecError, Unsupported
 from specdec.contract.types import TokenIds
 from specdec.engine.remote.remote_model import ModelFiles, read_model_files
 from specdec.settings.processors import num_processors
@@ -297,12 +297,18 @@ def open_llama(*, model: str, max_context_tokens: int | None, num_threads: int |
 
     Raises:
         InvalidSetting: the file is missing or cannot be loaded.
-        Unsupported: the package llama-cpp-python is not installed.
+        Unsupported: the model has recurrent layers, or the package llama-cpp-python is not installed.
     """
     path = Path(model)
     if not path.is_file():
         raise InvalidSetting(f"model: --backend llama-cpp takes a GGUF file, {model} is none", field="model")
     files = read_model_files(model)
+    if files.is_recurrent:  # llama.cpp takes back or copies a part of a sequence's KV, but not of its states
+        raise Unsupported(
+            f"model: {model} has recurrent layers, which --backend llama-cpp does not serve; serve the model's "
+            "checkpoint in safetensors files without --backend",
+            field="model",
+        )
     limit = max_context_tokens or min(_DEFAULT_CONTEXT_TOKENS, files.max_context_tokens or _DEFAULT_CONTEXT_TOKENS)
     options = LlamaOptions(
         num_tokens=max(2 * limit, _BATCH_TOKENS),

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from coordinator.replicas.replica import DRAFT, TARGET
 from specdec.contract.constraint import Constraint
 from specdec.contract.errors import InvalidRequest, InvalidSetting, ResourceExhausted, Unsupported
+from specdec.engine.loader import load_worker
+from specdec.engine.options import LoadRequest
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.structured import mask_threads
 from specdec.structured.known_constraints import KnownConstraints
@@ -42,10 +44,12 @@ from tests.integration.test_constrained_requests import (
 )
 from tests.support.backend_rig import CONTEXT_TOKENS, table_model
 from tests.support.coordinator_rig import PROMPT, Coordinator, Rig, request
+from tests.support.gguf_models import write
 from tests.support.round_driver import make_round
 from tests.support.round_rig import NotedEngine
 from tests.support.table_services import EOS, VOCABULARY, serve_engine, start_service
 from tests.support.table_worker import TableWorker
+from tests.support.tool_models import DEMO
 
 
 class TableContext:
@@ -315,6 +319,15 @@ async def test_a_question_that_fails_fails_alone_and_the_others_of_its_batch_are
 def test_a_model_that_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="model: --backend llama-cpp takes a GGUF file"):
         open_llama(model=str(tmp_path), max_context_tokens=None, num_threads=1)
+
+
+@pytest.mark.parametrize("key", ["ssm.conv_kernel", "shortconv.l_cache", "wkv.head_size"])
+def test_a_hybrid_is_refused_because_llama_cpp_cannot_take_back_its_states(key: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "hybrid", {key: 4}, {}, tokenizer=DEMO / "target")
+    with pytest.raises(Unsupported, match=r"m\.gguf has recurrent layers, which --backend llama-cpp does not serve"):
+        open_llama(model=str(path), max_context_tokens=None, num_threads=1)
+    with pytest.raises(Unsupported, match=r"unsupported type: hybrid; .* Serve its checkpoint in safetensors files"):
+        load_worker(LoadRequest(str(path), device="cpu", dtype="float32"))
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def known_architecture(file: GgufFile) -> Architecture:
     if architecture is None:
         raise Unsupported(
             f"model {str(file.path)!r} holds a model of an unsupported type: {file.architecture[:64]}; supported are "
-            f"{', '.join(sorted(ARCHITECTURES))}. Serve it with --backend llama-cpp",
+            f"{', '.join(sorted(ARCHITECTURES))}. Serve "
+            f"{'its checkpoint in safetensors files' if file.is_recurrent else 'it with --backend llama-cpp'}",
             field="model",
         )
     return architecture

@@ -98,6 +98,10 @@ class _Part:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
 
 
+#: Sizes of recurrent states; every architecture with recurrent layers has one of these keys.
+_RECURRENT_KEYS = ("ssm.conv_kernel", "shortconv.l_cache", "wkv.head_size", "kda.head_dim")
+
+
 class GgufFile:
     """A GGUF file, or all parts of one, with mapped tensors."""
 
@@ -138,6 +142,11 @@ class GgufFile:
     def architecture(self) -> str:
         """Value of `general.architecture`, the prefix of the keys of the model."""
         return str(self.metadata.get("general.architecture", "none"))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the model has recurrent layers, as the keys of its architecture state."""
+        return any(self.of_model(key) is not None for key in _RECURRENT_KEYS)
 
     def of_model(self, key: str) -> Any:
         """Return the value of a key of the file's architecture; None without it."""

@@ -11,9 +11,11 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.generation_config import end_token_ids
+from specdec.checkpoints.gguf.file import GgufFile, is_gguf
 from specdec.checkpoints.locate import locate_checkpoint
 from specdec.checkpoints.vocabulary import load_tokenizer, load_vocabulary, vocabulary_fingerprint, vocabulary_size
 from specdec.contract.errors import InvalidSetting
@@ -37,6 +39,8 @@ class ModelFiles:
     eos_token_ids: tuple[int, ...]
     max_context_tokens: int | None
     """The model's own limit; None if its config.json states none."""
+    is_recurrent: bool = False
+    """True for a GGUF file of a model with recurrent layers."""
 
 
 def read_model_files(model: str) -> ModelFiles:
@@ -48,7 +52,7 @@ def read_model_files(model: str) -> ModelFiles:
     Raises:
         InvalidRequest: the files are missing or unreadable.
     """
-    vocabulary = load_vocabulary(model)
+    path, vocabulary = Path(model).expanduser(), load_vocabulary(model)
     directory = locate_checkpoint(model, small_files_only=True)
     config = _read_json(directory / "config.json")
     config = {**config, **(config.get("text_config") or {})}
@@ -58,6 +62,7 @@ def read_model_files(model: str) -> ModelFiles:
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary),
         eos_token_ids=end_token_ids(directory, num_tokens, config.get("eos_token_id")),
         max_context_tokens=int(context) if isinstance(context, int | float) and context >= 1 else None,
+        is_recurrent=is_gguf(path) and GgufFile(path).is_recurrent,
     )
 
 
