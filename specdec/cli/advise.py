@@ -84,7 +84,9 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         print_json({"target": asdict(target), "drafts": [asdict(advice) for advice in advices]})
         return 0
     about = "about " if target.is_estimate else ""
-    print(f"target {model_name(args.target)}: {about}{_millions(target.num_parameters)}, {target.num_layers} layers\n")
+    states = f", {_bytes(2 * target.state_bytes)} of recurrent states a session" if target.state_bytes else ""
+    size = f"{about}{_millions(target.num_parameters)}, {target.num_layers} layers{states}"
+    print(f"target {model_name(args.target)}: {size}\n")
     columns = {
         "draft": "left",
         "weights": "right",
@@ -156,6 +158,8 @@ def _model_advice(args: argparse.Namespace, draft: str, target: ModelSize, measu
 def _advices_without_model(target: ModelSize, measured: Mapping[str, float]) -> Iterator[Advice]:
     gains, basis = _gains(0.0, measured.get("suffix"))
     yield Advice("suffix", 0, 0, 0.0, gains, basis, "pays on text that repeats")
+    if target.state_bytes:
+        return  # a target with recurrent layers makes no drafts
     if target.num_mtp_layers:
         cost = target.num_mtp_layers / max(1, target.num_layers)
         gains, basis = _gains(cost, measured.get("mtp"))

@@ -106,3 +106,18 @@ def test_a_draft_as_large_as_its_target_is_advised_against(capsys: pytest.Captur
     drafts = advise(capsys, "--target", target, "--draft", target, *NOWHERE)
     assert str(drafts["target"]["note"]).startswith("do not use this draft: it costs more than it gains")
     assert "do not use" not in str(drafts["draft"]["note"])
+
+
+def test_a_hybrid_target_is_not_advised_to_make_drafts_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(DEMO / "target", target)
+    config = {
+        "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 2048, "hidden_size": 64,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+        "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2, "max_position_embeddings": 512,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    (target / "config.json").write_text(json.dumps(config))
+    assert set(advise(capsys, "--target", str(target), *NOWHERE)) == {"suffix"}
