@@ -48,7 +48,9 @@ def client(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) 
     )  # fmt: skip
     pair: list[Path] = []
     for role, random in zip(("target", "draft"), models, strict=True):
-        pair.append(write_family(tmp_path_factory.mktemp("hybrid" if role == "target" else role), role, *FAMILIES["hermes"]))
+        pair.append(
+            write_family(tmp_path_factory.mktemp("hybrid" if role == "target" else role), role, *FAMILIES["hermes"])
+        )
         for name in ("config.json", "generation_config.json", "model.safetensors"):
             shutil.copy(random / name, pair[-1] / name)
     with (

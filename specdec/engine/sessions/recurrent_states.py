@@ -149,7 +149,7 @@ class RecurrentStates:
             goes_on: whether tokens after `end` will run without going back to the committed ones.
             snapshots: names of the snapshots to take, by number of tokens; all in (start, end].
         """
-        source = self._slot_of.get(start)
+        source = self._slot_of[start] if start else None
         self._planned = {}
         if start < committed:
             after = min(end, committed)
