@@ -145,7 +145,7 @@ class GgufFile:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the model has recurrent layers, as the keys of its architecture state."""
+        """True if the keys of the architecture state recurrent layers."""
         return any(self.of_model(key) is not None for key in _RECURRENT_KEYS)
 
     def of_model(self, key: str) -> Any:
