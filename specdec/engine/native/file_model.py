@@ -32,48 +32,60 @@ _PLAIN_NAMES = {"F32", "F16", "BF16"}
 
 _log = logging.getLogger(__name__)
 
-#: Most numbers that are widened at once.
-_AT_ONCE = 1 << 25
+#: Most numbers that are widened at once: 16 MB, which a processor's cache holds until they are multiplied.
+_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _Widening:
+    """What the matrices of a model share to widen their rows."""
+
+    library: ctypes.CDLL
+    numbers: torch.Tensor
+    """Memory for the rows of one product. The next one uses it again, because new memory takes longer to get than to
+    fill."""
+
+    def rows(self, runs: Sequence[FileRows], begin: int, end: int) -> torch.Tensor:
+        """Return rows of a matrix, float32, which are valid until the next call."""
+        inputs = runs[0].inputs
+        numbers = self.numbers[: (end - begin) * inputs].view(end - begin, inputs)
+        at = 0
+        for run in runs:
+            first, last = max(0, begin - at), min(len(run), end - at)
+            if first < last:
+                into = numbers[at + first - begin : at + last - begin]
+                FileRows(run.kind, inputs, run.addresses[first:last]).widened(self.library, into)
+            at += len(run)
+        return numbers
 
 
 class _FileMatrix(nn.Module):
     """A matrix in a file. Its `weight` has the shape and no numbers."""
 
-    def __init__(self, weight: Weight, library: ctypes.CDLL) -> None:
+    def __init__(self, weight: Weight, widening: _Widening) -> None:
         super().__init__()
         # One NaN in the place of all numbers: a module that read them would be noticed.
         self.weight = nn.Parameter(torch.full((1, 1), torch.nan).expand(weight.shape), requires_grad=False)
-        self._runs, self._library = rows_of([weight]), library
-
-    def _rows(self, begin: int, end: int) -> torch.Tensor:
-        """Return rows of the matrix, float32."""
-        at, rows = 0, []
-        for run in self._runs:
-            addresses = run.addresses[max(0, begin - at) : max(0, end - at)]
-            at += len(run)
-            if len(addresses):
-                rows.append(FileRows(run.kind, run.inputs, addresses).widened(self._library))
-        return torch.cat(rows)
+        self._runs, self._widening = rows_of([weight]), widening
 
 
 class FileLinear(_FileMatrix):
     """A linear layer."""
 
-    def __init__(self, weight: Weight, bias: Weight | None, library: ctypes.CDLL) -> None:
-        super().__init__(weight, library)
+    def __init__(self, weight: Weight, bias: Weight | None, widening: _Widening) -> None:
+        super().__init__(weight, widening)
         self.out_features, self.in_features = weight.shape
-        self.bias = None if bias is None else nn.Parameter(widened(bias, library), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(widened(bias, widening.library), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., inputs] times the matrix, plus the bias."""
         if is_probing():  # which reads no numbers
             return x.new_zeros(*x.shape[:-1], self.out_features)
-        step = max(1, _AT_ONCE // self.in_features)
-        parts = [
-            nn.functional.linear(x, self._rows(begin, min(begin + step, self.out_features)))
-            for begin in range(0, self.out_features, step)
-        ]
-        y = torch.cat(parts, dim=-1)
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        step = max(1, len(self._widening.numbers) // self.in_features)
+        for begin in range(0, self.out_features, step):
+            end = min(begin + step, self.out_features)
+            y[..., begin:end] = nn.functional.linear(x, self._widening.rows(self._runs, begin, end))
         return y if self.bias is None else y + self.bias
 
 
@@ -82,7 +94,7 @@ class FileEmbedding(_FileMatrix):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of tokens, [..., hidden]."""
-        rows = [self._rows(token, token + 1) for token in token_ids.flatten().tolist()]
+        rows = [self._widening.rows(self._runs, token, token + 1).clone() for token in token_ids.flatten().tolist()]
         return torch.cat(rows).view(*token_ids.shape, -1)
 
 
@@ -136,12 +148,14 @@ def open_file_model(path: Path, config: PreTrainedConfig, library: ctypes.CDLL) 
     with torch.device("meta"):
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME))
     of_module = {HEAD: weights[EMBEDDINGS], **weights}
+    longest = max(weight.shape[-1] for weight in weights.values())
+    widening = _Widening(library, torch.empty(max(_AT_ONCE, longest)))
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             bias = of_module.get(f"{name}.bias")
-            model.set_submodule(name, FileLinear(of_module[f"{name}.weight"], bias, library))
+            model.set_submodule(name, FileLinear(of_module[f"{name}.weight"], bias, widening))
         elif isinstance(module, nn.Embedding):
-            model.set_submodule(name, FileEmbedding(of_module[f"{name}.weight"], library))
+            model.set_submodule(name, FileEmbedding(of_module[f"{name}.weight"], widening))
         elif f"{name}.weight" in of_module:
             module.weight = nn.Parameter(widened(of_module[f"{name}.weight"], library), requires_grad=False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)

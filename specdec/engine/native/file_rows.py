@@ -43,11 +43,11 @@ class FileRows:
         """Return the format that holds the blocks as they are; FLOAT32 if there is none."""
         return Format(library.specdec_format_of(self.kind))
 
-    def widened(self, library: ctypes.CDLL) -> torch.Tensor:
-        """Return the numbers, float32 [rows, inputs]."""
+    def widened(self, library: ctypes.CDLL, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the numbers, float32 [rows, inputs]; `into`: contiguous memory of that shape for them."""
+        numbers = torch.empty(len(self), self.inputs) if into is None else into
         if not can_widen(self.kind, library):
-            return torch.from_numpy(dequantise(self._bytes(), self.kind))
-        numbers = torch.empty(len(self), self.inputs)
+            return numbers.copy_(torch.from_numpy(dequantise(self._bytes(), self.kind)))
         library.specdec_widen_rows(
             self.kind, self.addresses.ctypes.data, len(self), self.inputs, numbers.data_ptr(), torch.get_num_threads()
         )
