@@ -38,7 +38,7 @@ _AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _Widening:
-    """What the matrices of a model share to widen their rows."""
+    """The kernels and the memory with which the matrices of a model widen their rows."""
 
     library: ctypes.CDLL
     numbers: torch.Tensor
