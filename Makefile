@@ -345,15 +345,15 @@ k8s-validate: setup k8s-tools  ## render every overlay and check it against sche
 
 images:  ## build the four service images
 	@build="docker build --build-arg PYTHON_IMAGE --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL"; \
-		$$build -f specdec/service/Dockerfile --target draft -t specdec/draft-service:latest . \
-		&& $$build -f specdec/service/Dockerfile --target target -t specdec/target-service:latest . \
-		&& $$build -f coordinator/Dockerfile -t specdec/coordinator:latest . \
-		&& $$build -f gateway/Dockerfile -t specdec/gateway:latest .
+		$$build -f specdec/service/Dockerfile --target draft -t localhost/specdec/draft-service:latest . \
+		&& $$build -f specdec/service/Dockerfile --target target -t localhost/specdec/target-service:latest . \
+		&& $$build -f coordinator/Dockerfile -t localhost/specdec/coordinator:latest . \
+		&& $$build -f gateway/Dockerfile -t localhost/specdec/gateway:latest .
 
 push-images:  ## tag the images with the version of TAG and push them to REGISTRY
 	@[ -n "$(REGISTRY)" ] && [ -n "$(TAG)" ] || { echo "error: push-images needs REGISTRY and TAG" >&2; exit 2; }
 	@for image in draft-service target-service coordinator gateway; do \
-		name=$(REGISTRY)/$$image:$(TAG:v%=%); docker tag specdec/$$image:latest $$name && docker push $$name || exit 1; done
+		name=$(REGISTRY)/$$image:$(TAG:v%=%); docker tag localhost/specdec/$$image:latest $$name && docker push $$name || exit 1; done
 
 dist: $(SUPPLY_VENV)/.installed  ## build the wheel and the source archive into dist/
 	@rm -rf dist; $(SUPPLY_VENV)/bin/python -m build --outdir dist . >$(SUPPLY_VENV)/build.log 2>&1 \

@@ -1,7 +1,8 @@
 """Renders overlays with `kubectl kustomize`, so that each object carries the name of the file it comes from.
 
 An overlay is rendered through a temporary kustomization that has the overlay as its only resource and asks for
-kustomize's origin annotations. A component that no overlay uses is rendered upon the base.
+kustomize's origin annotations. A component that no overlay uses is rendered upon the base, after those
+that its annotation `specdec.dev/needs` names.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from .documents import Document, Problem
 
 KUSTOMIZATION = "kustomization.yaml"
 _ORIGIN = "config.kubernetes.io/origin"
+#: Annotation of a component's kustomization: components that must be named before it.
+_NEEDS = "specdec.dev/needs"
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,15 @@ def find_overlays(root: Path) -> list[Overlay]:
     used = {(folder / name).resolve() for folder, body in folders.items() for name in body.get("components") or ()}
     overlays = [Overlay(_relative(folder, root), (folder,)) for folder in folders if folder not in components]
     base = (root / "k8s" / "base").resolve()
-    return overlays + [Overlay(_relative(folder, root), (base,), (folder,)) for folder in sorted(components - used)]
+    return overlays + [
+        Overlay(_relative(folder, root), (base,), (*_needed(folder, folders[folder]), folder))
+        for folder in sorted(components - used)
+    ]
+
+
+def _needed(folder: Path, component: dict[str, Any]) -> list[Path]:
+    names = ((component.get("metadata") or {}).get("annotations") or {}).get(_NEEDS, "")
+    return [folder.with_name(name) for name in names.split()]
 
 
 def render(overlay: Overlay, root: Path, kubectl: Path) -> list[Document]:

@@ -38,10 +38,10 @@ class Source:
 
 #: By the name of the image in the manifests, without its tag.
 SOURCES = {
-    "specdec/coordinator": Source("coordinator/Dockerfile"),
-    "specdec/draft-service": Source("specdec/service/Dockerfile", "draft"),
-    "specdec/target-service": Source("specdec/service/Dockerfile", "target"),
-    "specdec/gateway": Source("gateway/Dockerfile"),
+    "localhost/specdec/coordinator": Source("coordinator/Dockerfile"),
+    "localhost/specdec/draft-service": Source("specdec/service/Dockerfile", "draft"),
+    "localhost/specdec/target-service": Source("specdec/service/Dockerfile", "target"),
+    "localhost/specdec/gateway": Source("gateway/Dockerfile"),
     "redis": Source(str(_FILES / "redis")),
 }
 
