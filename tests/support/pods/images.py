@@ -36,12 +36,12 @@ class Source:
     stage: str = ""
 
 
-#: By the name of the image in the manifests, without its tag.
+#: By the last part of the name of the image in the manifests, without its tag.
 SOURCES = {
-    "localhost/specdec/coordinator": Source("coordinator/Dockerfile"),
-    "localhost/specdec/draft-service": Source("specdec/service/Dockerfile", "draft"),
-    "localhost/specdec/target-service": Source("specdec/service/Dockerfile", "target"),
-    "localhost/specdec/gateway": Source("gateway/Dockerfile"),
+    "coordinator": Source("coordinator/Dockerfile"),
+    "draft-service": Source("specdec/service/Dockerfile", "draft"),
+    "target-service": Source("specdec/service/Dockerfile", "target"),
+    "gateway": Source("gateway/Dockerfile"),
     "redis": Source(str(_FILES / "redis")),
 }
 
@@ -54,7 +54,7 @@ def build(names: list[str]) -> str:
     (_FILES / "redis").write_text(_REDIS)
     pip_mounts = mounts(_FILES)
     for name in names:
-        _build_one(name, SOURCES[name.rpartition(":")[0]], base, pip_mounts)
+        _build_one(name, SOURCES[name.rpartition("/")[2].partition(":")[0]], base, pip_mounts)
     return base
 
 

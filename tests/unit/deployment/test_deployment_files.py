@@ -88,7 +88,7 @@ def test_redis_refuses_writes_before_its_container_is_killed() -> None:
     ]["spec"]["containers"]
     flags = dict(zip(container["args"][1::2], container["args"][2::2], strict=True))
     assert flags["--maxmemory-policy"] == "noeviction"
-    assert (flags["--maxmemory"], container["resources"]["limits"]["memory"]) == ("512mb", "1Gi")
+    assert (flags["--maxmemory"], container["resources"]["limits"]["memory"]) == ("512mb", "1536Mi")
 
 
 def test_the_coordinator_starts_without_a_draft() -> None:
