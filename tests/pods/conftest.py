@@ -1,7 +1,8 @@
-"""The overlay `cpu` as containers, from images that are built here; tests are left out where that cannot be."""
+"""Overlays as containers, from images that are built here; tests are left out where that cannot be."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ import pytest
 from tests.support.pods.cluster import Cluster
 from tests.support.pods.images import build
 from tests.support.pods.programs import unable
+from tests.support.pods.workloads import Secrets
 
-OVERLAY = "k8s/overlays/cpu"
 #: Two processors load three models and start two coordinators.
 START_S = 300.0
 
@@ -32,12 +33,19 @@ class Deployed:
     base: str
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
+    with started("k8s/overlays/cpu") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def started(overlay: str, secrets: Secrets | None = None) -> Iterator[Deployed]:
+    """Yield the pods of an overlay once all are ready. Only one overlay at a time can have pods."""
     if why := unable():
         pytest.skip(why)
     begun = time.monotonic()
-    cluster = Cluster(OVERLAY)
+    cluster = Cluster(overlay, secrets)
     base = build([workload.image for workload in cluster.workloads.values()])
     print(f"the images are built after {time.monotonic() - begun:.0f} s")
     begun = time.monotonic()

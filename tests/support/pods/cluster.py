@@ -19,7 +19,7 @@ from typing import Self
 
 from .pod import Pod, remove_all
 from .programs import ProgramFailed, podman
-from .workloads import Workload, read
+from .workloads import Secrets, Workload, read
 
 NETWORK = "specdec-pods"
 _SUBNET = "10.89.77"
@@ -31,8 +31,9 @@ _LOOK_S = 0.2
 class Cluster:
     """Pods of all workloads, from entering until leaving."""
 
-    def __init__(self, overlay: str) -> None:
-        self.workloads = {workload.name: workload for workload in read(overlay)}
+    def __init__(self, overlay: str, secrets: Secrets | None = None) -> None:
+        """`secrets`: contents of the Secrets that the operator makes, by their names."""
+        self.workloads = {workload.name: workload for workload in read(overlay, secrets or {})}
         self.pods: list[Pod] = []
         self._numbers = itertools.count(10)
         self._forwards = _FORWARDING.read_text()

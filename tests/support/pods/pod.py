@@ -116,7 +116,9 @@ class Pod:
         self.num_restarts += 1
 
     def _probe(self, field: str) -> Probe | None:
-        return probe_of(self.workload.container.get(field), self.address, self.execute)
+        container = self.workload.container
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        return probe_of(container.get(field), self.address, self.execute, ports)
 
 
 def remove_all() -> None:

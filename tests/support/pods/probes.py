@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
+import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from k8s.validation.documents import Body
@@ -42,23 +43,28 @@ class Probe:
         return False if self._num_failed >= self.failure_threshold else None
 
 
-def probe_of(body: Body | None, address: str, execute: Execute) -> Probe | None:
-    """Return a probe as a manifest describes it; None where there is none."""
+def probe_of(body: Body | None, address: str, execute: Execute, ports: dict[str, int]) -> Probe | None:
+    """Return a probe as a manifest describes it; None where there is none. `ports`: number of each named port."""
     if not body:
         return None
     numbers = _DEFAULTS | body
     return Probe(
-        _question(body, address, execute, numbers["timeoutSeconds"]),
+        _question(body, address, execute, ports, numbers["timeoutSeconds"]),
         numbers["periodSeconds"],
         numbers["failureThreshold"],
         numbers["successThreshold"],
     )
 
 
-def _question(body: Body, address: str, execute: Execute, timeout_s: float) -> Callable[[], bool]:
+def _question(
+    body: Body, address: str, execute: Execute, ports: dict[str, int], timeout_s: float
+) -> Callable[[], bool]:
     match body:
         case {"grpc": {"port": port, **rest}}:
             return lambda: _answers_serving(f"{address}:{port}", str(rest.get("service", "")), timeout_s)
+        case {"httpGet": {"path": path, "port": port, **rest}}:
+            scheme = str(rest.get("scheme", "HTTP")).lower()
+            return lambda: _answers_ok(f"{scheme}://{address}:{ports[port]}{path}", timeout_s)
         case {"exec": {"command": command}}:
             return lambda: _ends_well(execute, command, timeout_s)
     raise ValueError(f"probes of the kind {sorted(body)} are not made here")
@@ -73,6 +79,15 @@ def _answers_serving(target: str, service: str, timeout_s: float) -> bool:
         except grpc.RpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _answers_ok(url: str, timeout_s: float) -> bool:
+    # The kubelet checks no certificate, and uses no proxy.
+    with httpx.Client(verify=False, trust_env=False, timeout=timeout_s) as client:
+        try:
+            return client.get(url).is_success
+        except httpx.HTTPError:
+            return False
 
 
 def _ends_well(execute: Execute, command: list[str], timeout_s: float) -> bool:

@@ -1,7 +1,7 @@
 """Read the workloads of an overlay: pod templates with their replicas, strategies and the names of their services.
 
 A workload becomes manifests of pods for `podman kube play`. Podman 4.3 knows neither `status.podIP` nor `$(NAME)` in a
-variable, so variables are resolved here, as the kubelet does. It would ask probes in a way of its own and publish ports
+variable or argument, so they are resolved here, as the kubelet does. It would ask probes in a way of its own and publish ports
 on this machine, so both are left out of what it reads. `pod` asks the probes and acts on the hook.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from typing import Any
 from k8s.validation.documents import Body, Document, at, of_kind
 from k8s.validation.rendering import Overlay, render
 
-from .programs import ROOT
+from .programs import ROOT, STORE
 
+Secrets = dict[str, dict[str, str]]
 #: Fields of a container that podman does not read.
 _LEFT_OUT = ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "ports")
 _TOOLS = ROOT / ".venv-k8s" / "bin"
@@ -34,6 +36,8 @@ class Workload:
     """Names of the Services that select the pods."""
     config_maps: dict[str, Body]
     """Data of each ConfigMap, by its name."""
+    secrets: Secrets
+    """Contents of each Secret, by its name: those of the overlay, and those that the operator makes."""
 
     @property
     def name(self) -> str:
@@ -72,29 +76,50 @@ class Workload:
         template = copy.deepcopy(self.document.spec["template"])
         spec = template["spec"]
         for container in spec["containers"]:
-            container["env"] = self._variables(container, pod, address)
+            values = self._variables(container, pod, address)
+            container["env"] = [{"name": name, "value": value} for name, value in values.items()]
+            container["args"] = [_expanded(str(word), values) for word in container.get("args") or ()]
             for field in _LEFT_OUT:
                 container.pop(field, None)
         claims = [claim["metadata"]["name"] for claim in self.document.spec.get("volumeClaimTemplates") or ()]
         volumes = [{"name": name, "persistentVolumeClaim": {"claimName": f"{name}-{pod}"}} for name in claims]
-        spec["volumes"] = [*(spec.get("volumes") or ()), *volumes]
+        spec["volumes"] = [*map(self._mounted, spec.get("volumes") or ()), *volumes]
+        spec.pop("imagePullSecrets", None)
         spec["restartPolicy"] = "Never"  # by podman: `pod` restarts the container and counts it
         metadata = {"name": pod, "labels": template["metadata"]["labels"]}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
-    def _variables(self, container: Body, pod: str, address: str) -> list[Body]:
+    def _mounted(self, volume: Body) -> Body:
+        """Return a volume; a Secret is a folder of this machine, with the owner and mode that `fsGroup` gives its files."""
+        if "secret" not in volume:
+            return dict(volume)
+        contents = self.secrets[volume["secret"]["secretName"]]
+        paths = {item["key"]: item["path"] for item in volume["secret"].get("items") or ()} or {
+            key: key for key in contents
+        }
+        folder = STORE / "secrets" / self.name / volume["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for key, path in paths.items():
+            (folder / path).write_text(contents[key])
+            os.chown(folder / path, 0, self.document.spec["template"]["spec"]["securityContext"]["fsGroup"])
+            (folder / path).chmod(volume["secret"]["defaultMode"])
+        return {"name": volume["name"], "hostPath": {"path": str(folder), "type": "Directory"}}
+
+    def _variables(self, container: Body, pod: str, address: str) -> dict[str, str]:
         values: dict[str, str] = {}
         for entry in container.get("env") or ():
             value = (
                 str(entry["value"]) if "value" in entry else self._value(entry["valueFrom"], container, pod, address)
             )
-            values[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda found: values.get(found[1], found[0]), value)
-        return [{"name": name, "value": value} for name, value in values.items()]
+            values[entry["name"]] = _expanded(value, values)
+        return values
 
     def _value(self, source: Body, container: Body, pod: str, address: str) -> str:
         match source:
             case {"configMapKeyRef": {"name": name, "key": key}}:
                 return str(self.config_maps[name][key])
+            case {"secretKeyRef": {"name": name, "key": key}}:
+                return self.secrets[name][key]
             case {"fieldRef": {"fieldPath": field}}:
                 return {"status.podIP": address, "metadata.name": pod}[field]
             case {"resourceFieldRef": {"resource": "requests.cpu"}}:
@@ -102,12 +127,15 @@ class Workload:
         raise ValueError(f"{self.document.title}: a variable from {source} is not resolved here")
 
 
-def read(overlay: str) -> list[Workload]:
-    """Return the workloads of an overlay, by its path in the repository."""
+def read(overlay: str, outside: Secrets) -> list[Workload]:
+    """Return the workloads of an overlay, by its path in the repository. `outside`: Secrets that the operator makes."""
     documents = render(Overlay(overlay, (ROOT / overlay,)), ROOT, _kubectl())
     config_maps = {document.name: document.body.get("data") or {} for document in of_kind(documents, "ConfigMap")}
+    secrets = {document.name: document.body["stringData"] for document in of_kind(documents, "Secret")} | outside
     return [
-        Workload(document, _num_replicas(document, documents), _service_names(document, documents), config_maps)
+        Workload(
+            document, _num_replicas(document, documents), _service_names(document, documents), config_maps, secrets
+        )
         for document in of_kind(documents, "Deployment", "StatefulSet")
     ]
 
@@ -134,6 +162,10 @@ def _service_names(document: Document, documents: list[Document]) -> tuple[str, 
     labels = document.spec["template"]["metadata"]["labels"].items()
     services = of_kind(documents, "Service")
     return tuple(service.name for service in services if service.spec["selector"].items() <= labels)
+
+
+def _expanded(text: str, values: dict[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda found: values.get(found[1], found[0]), text)
 
 
 def _cores(text: str) -> float:
