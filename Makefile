@@ -181,7 +181,7 @@ container-programs: setup
 		|| { echo "error: the tests of pods need Debian's packages $(POD_PROGRAMS)" >&2; exit 1; }
 
 # Images, containers and networks are root's, in .pods.
-test-pods: setup k8s-tools container-programs  ## the overlay cpu as real containers: probes, a rolling update, a hung process (root; 10 minutes)
+test-pods: setup k8s-tools container-programs  ## the overlays cpu and production as real containers: probes, a rolling update, keys, TLS (root; 20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pods -s
 
 model-list: setup  ## write docs/reference/models.md: which architectures of transformers are served (minutes)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 import grpc
-import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from k8s.validation.documents import Body
 
+from .http import ask, trusting_anyone
 from .programs import ProgramFailed
 
 #: Runs a command in a container within a number of seconds. Raises ProgramFailed.
@@ -63,8 +66,8 @@ def _question(
         case {"grpc": {"port": port, **rest}}:
             return lambda: _answers_serving(f"{address}:{port}", str(rest.get("service", "")), timeout_s)
         case {"httpGet": {"path": path, "port": port, **rest}}:
-            scheme = str(rest.get("scheme", "HTTP")).lower()
-            return lambda: _answers_ok(f"{scheme}://{address}:{ports[port]}{path}", timeout_s)
+            tls = trusting_anyone() if rest.get("scheme") == "HTTPS" else None
+            return lambda: _answers_ok(address, ports[port], path, tls, timeout_s)
         case {"exec": {"command": command}}:
             return lambda: _ends_well(execute, command, timeout_s)
     raise ValueError(f"probes of the kind {sorted(body)} are not made here")
@@ -81,13 +84,12 @@ def _answers_serving(target: str, service: str, timeout_s: float) -> bool:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _answers_ok(url: str, timeout_s: float) -> bool:
-    # The kubelet checks no certificate, and uses no proxy.
-    with httpx.Client(verify=False, trust_env=False, timeout=timeout_s) as client:
-        try:
-            return client.get(url).is_success
-        except httpx.HTTPError:
-            return False
+def _answers_ok(address: str, port: int, path: str, tls: ssl.SSLContext | None, timeout_s: float) -> bool:
+    try:
+        status, _ = ask(address, port, path, tls=tls, timeout_s=timeout_s)
+    except (OSError, http.client.HTTPException):
+        return False
+    return status == HTTPStatus.OK
 
 
 def _ends_well(execute: Execute, command: list[str], timeout_s: float) -> bool:

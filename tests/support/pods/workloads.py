@@ -1,8 +1,8 @@
 """Read the workloads of an overlay: pod templates with their replicas, strategies and the names of their services.
 
 A workload becomes manifests of pods for `podman kube play`. Podman 4.3 knows neither `status.podIP` nor `$(NAME)` in a
-variable or argument, so they are resolved here, as the kubelet does. It would ask probes in a way of its own and publish ports
-on this machine, so both are left out of what it reads. `pod` asks the probes and acts on the hook.
+variable or argument, so they are resolved here, as the kubelet does. It would ask probes in a way of its own and
+publish ports on this machine, so both are left out of what it reads. `pod` asks the probes and acts on the hook.
 """
 
 from __future__ import annotations
@@ -90,13 +90,12 @@ class Workload:
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
     def _mounted(self, volume: Body) -> Body:
-        """Return a volume; a Secret is a folder of this machine, with the owner and mode that `fsGroup` gives its files."""
+        """Return a volume; a Secret is a folder of this machine, with owner and mode as `fsGroup` sets them."""
         if "secret" not in volume:
             return dict(volume)
         contents = self.secrets[volume["secret"]["secretName"]]
-        paths = {item["key"]: item["path"] for item in volume["secret"].get("items") or ()} or {
-            key: key for key in contents
-        }
+        named = {item["key"]: item["path"] for item in volume["secret"].get("items") or ()}
+        paths = named or {key: key for key in contents}
         folder = STORE / "secrets" / self.name / volume["name"]
         folder.mkdir(parents=True, exist_ok=True)
         for key, path in paths.items():

@@ -1,4 +1,4 @@
-"""Every command and manifest on the operators' pages is one that the programs take: each runs, or is read as they read it.
+"""Every command and manifest on the operators' pages is one that the programs take.
 
 `kubectl apply` is rendered, `kubectl create` runs without a cluster, objects that a command names must be in the
 manifests, services read their command lines, and `specdec plan` runs. Other `specdec` commands are parsed by
