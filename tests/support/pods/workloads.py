@@ -76,7 +76,7 @@ class Workload:
         template = copy.deepcopy(self.document.spec["template"])
         spec = template["spec"]
         for container in spec["containers"]:
-            values = self._variables(container, pod, address)
+            values = self.variables(container, pod, address)
             container["env"] = [{"name": name, "value": value} for name, value in values.items()]
             container["args"] = [_expanded(str(word), values) for word in container.get("args") or ()]
             for field in _LEFT_OUT:
@@ -104,7 +104,8 @@ class Workload:
             (folder / path).chmod(volume["secret"]["defaultMode"])
         return {"name": volume["name"], "hostPath": {"path": str(folder), "type": "Directory"}}
 
-    def _variables(self, container: Body, pod: str, address: str) -> dict[str, str]:
+    def variables(self, container: Body, pod: str, address: str) -> dict[str, str]:
+        """Return the variables of a container of the pod with this name and IP address."""
         values: dict[str, str] = {}
         for entry in container.get("env") or ():
             value = (
