@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from coordinator.audit.audit_queue import AuditQueue
 from coordinator.audit.turn_audit import Auditor
@@ -35,6 +35,7 @@ from typing import Any
 
 from coordinator.admission.admission import AdmissionSettings
 from coordinator.front.access import CoordinatorAccess, Readiness, open_access, open_admin_port
+from coordinator.front.drains import Drains
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
@@ -52,6 +53,7 @@ from coordinator.text.output_forms import ParserNames
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.checkpoints.generation_config import recommended_sampling
 from specdec.contract.engine_api import EngineInfo
+from specdec.contract.errors import Unavailable
 from specdec.contract.types import Mode
 from specdec.contract.version import __version__
 from specdec.observability.logging import configure_logging
@@ -175,6 +177,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             canary=canary,
             tracing=tracing,
             parser_names=parser_names,
+            drains=Drains(pools, generations, registry),
         )
         servicer.add_to(server.grpc_server)
         if settings.metrics:
@@ -192,7 +195,10 @@ async def _serve(settings: CoordinatorSettings) -> None:
             "listening", extra={"address": server.address, "advertised": address, "admin": servicer.admin_address}
         )
         registration = _register(settings, registry, address, tokenizer.fingerprint, generations)
+        servicer.drains.address = address
+        servicer.drains.on_leaving = partial(_show_leaving, readiness, registration)
         if registration is not None:
+            servicer.is_registered = True
             await registration.start()
             ending.push_async_callback(registration.close)
         await _watch_until(
@@ -240,9 +246,19 @@ def _register(
             model=settings.tokenizer,
             vocabulary_fingerprint=vocabulary_fingerprint,
             num_running=generations.num_running,
+            draining=generations.is_leaving,
         )
 
     return Heartbeat(registry, address=address, describe=describe)
+
+
+async def _show_leaving(readiness: Readiness, registration: Heartbeat | None, is_leaving: bool) -> None:
+    """Show in health and registry that this coordinator takes no new requests, or takes them again."""
+    _log.info("taking no new requests" if is_leaving else "taking new requests again")
+    await readiness.note_leaving(is_leaving)
+    if registration is not None:
+        with suppress(Unavailable):  # the next beat shows it
+            await registration.beat()
 
 
 def _build_pools(

@@ -118,10 +118,16 @@ class Readiness:
         self._tell = tell
         self._has_target = False
         self._has_store = True
+        self._is_leaving = False
         self._was_ready = False
 
     async def note_targets(self, has_target: bool) -> None:
         self._has_target = has_target
+        await self._tell_change()
+
+    async def note_leaving(self, is_leaving: bool) -> None:
+        """Note that the coordinator takes no new requests, or takes them again."""
+        self._is_leaving = is_leaving
         await self._tell_change()
 
     async def watch_store(self, store: SessionStore) -> None:
@@ -145,7 +151,7 @@ class Readiness:
             await self._tell_change()
 
     async def _tell_change(self) -> None:
-        is_ready = self._has_target and self._has_store
+        is_ready = self._has_target and self._has_store and not self._is_leaving
         if is_ready != self._was_ready:
             self._was_ready = is_ready
             await self._tell(is_ready)

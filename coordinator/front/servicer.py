@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from coordinator.front.chat_validation import check_template_arguments, validate_messages
+from coordinator.front.drains import Drains
 from coordinator.front.tenants import CallTenants
 from coordinator.front.tool_validation import check_follows_constraints, validate_tools
 from coordinator.front.validation import (
@@ -32,6 +33,7 @@ from coordinator.front.wire import (
     decode_tools,
     encode_adapters,
     encode_event,
+    encode_lost_replicas,
     encode_pools,
     encode_promotion,
     encode_session,
@@ -51,7 +53,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import Forbidden, InvalidRequest, SpecdecError, Unavailable, Unsupported
 from specdec.contract.tenant import SessionKey
 from specdec.contract.types import Mode
-from specdec.contract.version import __version__
+from specdec.contract.version import __version__, build_of
 from specdec.observability.series import served_name
 from specdec.observability.tracing import Tracing, span_of_call
 from specdec.state.store import PromotionRecord, SessionStore
@@ -83,6 +85,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         canary: Canary | None = None,
         tracing: Tracing | None = None,
         parser_names: ParserNames = DEFAULT_PARSERS,
+        drains: Drains | None = None,
     ) -> None:
         """
         Args:
@@ -99,6 +102,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             canary: promotes draft pools; None if requests are not routed.
             tracing: records a span of each Generate call; None: none is recorded.
             parser_names: formats in which the model writes tool calls and reasoning.
+            drains: drains replicas and this coordinator; None: those of `pools`, without a registry.
         """
         self._generations = generations
         self._store = store
@@ -118,6 +122,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._default_sampling = coordinator_pb2.SamplingParams(**recommended)
         self._canary = canary
         self._tracing = tracing
+        self.drains = drains or Drains(pools, generations)
+        self.is_registered = False
+        """Set if the registry lists this coordinator."""
         self.admin_address = ""
         """HOST:PORT for operator calls; "" if there is none."""
 
@@ -257,6 +264,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             adapters=encode_adapters(
                 self._target_models.adapters(), self._draft_sources.adapter_stats, has_inner_names=sees_all
             ),
+            coordinator_id=self._generations.coordinator_id if sees_all else "",
+            build=build_of("coordinator"),
+            is_registered=self.is_registered,
+            lost_replicas=encode_lost_replicas(self._pools.addressed_replicas()) if sees_all else (),
+            lost_draft_pools=self._pools.lost_model_pools() if sees_all else (),
         )
 
     async def Promote(  # noqa: N802
@@ -272,6 +284,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if self._canary is None:
             raise Unsupported("this coordinator does not route requests: it runs without --route auto")
         return self._promoted(await self._canary.promote(request.draft_pool, request.share))
+
+    async def Drain(self, request: coordinator_pb2.DrainRequest, context: Any) -> coordinator_pb2.DrainResponse:  # noqa: N802
+        if not self._tenants.sees_all(self._tenants.of(context)):
+            raise Forbidden("a drain affects all tenants, so only operators may ask for one")
+        if not request.replica_id:
+            raise InvalidRequest("replica_id must name a replica, got none", field="replica_id")
+        return await self.drains.drain(request.replica_id, undo=request.undo)
 
     def _promoted(self, promotion: PromotionRecord | None) -> coordinator_pb2.PromoteResponse:
         return coordinator_pb2.PromoteResponse(

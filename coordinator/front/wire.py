@@ -38,6 +38,9 @@ from specdec.v1 import coordinator_pb2
 #: Sources of tokens that depend on a draft token.
 _DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
 
+#: States of replicas that are not called.
+_LOST_STATES = ("down", "refused", "late")
+
 #: Fields of a request that do not change its output.
 _NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens", "priority")
 
@@ -239,6 +242,21 @@ def encode_pools(
             for stats in route_stats(pool.name):
                 pool.routes.add(**stats._asdict())
     return sorted(pools.values(), key=lambda pool: (pool.role != DRAFT, pool.name))
+
+
+def encode_lost_replicas(replicas: Iterable[Replica[Any]]) -> list[coordinator_pb2.LostReplica]:
+    """Return the messages of those replicas that this coordinator does not call now."""
+    return [
+        coordinator_pb2.LostReplica(
+            role=replica.role,
+            pool=replica.pool,
+            address=replica.address,
+            state=replica.state,
+            reason=replica.last_fault,
+        )
+        for replica in replicas
+        if replica.state in _LOST_STATES and (replica.last_fault or replica.state == "late")
+    ]
 
 
 def encode_target_models(

@@ -131,11 +131,17 @@ class GenerationService:
         )
         metrics.set_capacity(settings.admission.max_queue)
         metrics.watch_queue(lambda: self._admission.queue_state)
-        metrics.watch_replicas(pools.places, pools.draft_pools, pools.num_faults.copy)
+        metrics.watch_replicas(
+            lambda: [(each.role, each.pool, each.state) for each in pools.addressed_replicas()],
+            pools.draft_pools,
+            pools.num_faults.copy,
+        )
         self._running: dict[SessionKey, Generation] = {}
         self._readers = SessionReaders(self._admission.note_readers)
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._is_draining = False
+        self.is_leaving = False
+        """Set while new requests are refused with DRAINING and running ones go on."""
         #: Id of this process, which is new at every start.
         self.coordinator_id = settings.coordinator_id
 
@@ -175,6 +181,8 @@ class GenerationService:
                     if running is not None and (has_waited or _is_about(request, running)):
                         reader = await self._join(running, request)
                         return self._readers.add(request.key, reader, self._max_readers(request.key))
+                if running is None and self.is_leaving:
+                    raise _draining()
                 # Waits without the lock, so that readers of the running request, and its deletion, are not held up.
                 if running is None:
                     slot = await self._admission.enter(self._slot_request(request))

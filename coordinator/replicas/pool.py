@@ -106,9 +106,9 @@ class ReplicaPools:
     def all_replicas(self) -> list[Replica[Any]]:
         return self._known(TARGET) + self._known(DRAFT)
 
-    def places(self) -> list[tuple[str, str, str]]:
-        """Return role, pool and state of every replica, also of one that never answered. Any thread may call this."""
-        return [(replica.role, replica.pool, replica.state) for replica in list(self._replicas.values())]
+    def addressed_replicas(self) -> list[Replica[Any]]:
+        """Return every replica with an address, also one that never answered. Any thread may call this."""
+        return list(self._replicas.values())
 
     def draft_pools(self) -> list[str]:
         """Return the names of all draft pools that have been seen. Any thread may call this."""
@@ -134,10 +134,8 @@ class ReplicaPools:
         Raises:
             Unavailable: no target replica has been connected yet.
         """
-        infos = sorted(
-            ((not replica.is_alive, replica.info) for replica in self.targets() if replica.info),
-            key=lambda pair: pair[0],
-        )
+        pairs = ((not replica.is_alive, replica.info) for replica in self.targets() if replica.info)
+        infos = sorted(pairs, key=lambda pair: pair[0])
         if infos:
             self._last_target_info = infos[0][1]
         if self._last_target_info is None:
@@ -215,9 +213,12 @@ class ReplicaPools:
             raise unknown_pool(pool, "draft_pool", self._names.models)
 
     def live_model_pools(self) -> list[str]:
-        """Return the pools that have a usable draft replica, shadows included, in the order in which requests get
-        them."""
+        """Return the pools with a usable draft replica, shadows included, in the order in which requests get them."""
         return self._names.in_order({replica.pool for replica in self._known(DRAFT) if replica.is_in_use})
+
+    def lost_model_pools(self) -> list[str]:
+        """Return the pools of draft replicas that have been seen and have no usable replica now, in order."""
+        return sorted(self._names.models.difference(self.live_model_pools()))
 
     def open_model_pools(self) -> list[str]:
         """Return those pools without shadows, which requests get by name only; with them if all are shadows."""
@@ -245,8 +246,7 @@ class ReplicaPools:
         return min([self.target_info.max_gamma, *(gamma for gamma in limits if gamma)])
 
     def local_pool(self, pool: str) -> str:
-        """Return the local drafts of a request routed to `pool`, or the first ones if that is a pool of found
-        drafts; "" for none."""
+        """Return the local drafts of a request routed to `pool`, the first ones for found drafts, or ""."""
         if pool in self._names.local:
             return pool
         return next(iter(self.local_pools), "") if pool in self.lookup_pools else ""
@@ -319,9 +319,8 @@ class ReplicaPools:
     async def release(self, session_id: str, *, tenant: str = DEFAULT_TENANT) -> None:
         """Request that every live replica frees the KV of a session. One that cannot be reached evicts it later."""
         live = [replica for replica in self.all_replicas() if replica.is_alive]
-        results = await asyncio.gather(
-            *(replica.link.release([session_id], tenant=tenant) for replica in live), return_exceptions=True
-        )
+        calls = (replica.link.release([session_id], tenant=tenant) for replica in live)
+        results = await asyncio.gather(*calls, return_exceptions=True)
         for replica, result in zip(live, results, strict=True):
             if isinstance(result, BaseException):
                 _log.warning("replica %s failed to release a session: %s", replica.address, result)

@@ -131,6 +131,8 @@ class Replica(Generic[LinkT]):
         self._new_sessions = 0
         self._last_warning = ""
         """Last message logged about the replica since it last fitted."""
+        self.last_fault = ""
+        """Reason for which it is not in use; "" if it is, or if it has not been asked yet."""
         self.on_doubt: Callable[[], None] = lambda: None
         """Called when the replica may differ from its last description."""
         self.prepare_for: Callable[[EngineInfo], Awaitable[None]] | None = None
@@ -232,11 +234,12 @@ class Replica(Generic[LinkT]):
 
     def fail(self, error: BaseException) -> None:
         """Take the replica out of use until it answers again."""
+        self.last_fault = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))
         if self.is_alive:
-            _log.warning("%s replica %s failed: %s", self.role, self.address, str(error) or type(error).__name__)
+            _log.warning("%s replica %s failed: %s", self.role, self.address, self.last_fault)
             self.on_doubt()
         elif self.info is None and not self._last_warning:
-            self._last_warning = str(error) or type(error).__name__
+            self._last_warning = self.last_fault
             _log.warning("%s replica %s does not answer yet: %s", self.role, self.address, self._last_warning)
         self._is_refused = False
         self._take_out()
@@ -252,6 +255,7 @@ class Replica(Generic[LinkT]):
         self._take_out()
         self.info = None
         self._is_refused = True
+        self.last_fault = error.message
         if error.message != self._last_warning:
             self._last_warning = error.message
             _log.error(
@@ -315,7 +319,7 @@ class Replica(Generic[LinkT]):
         self.is_alive = True
         self._is_refused = False
         self._new_sessions = 0
-        self._last_warning = ""
+        self._last_warning = self.last_fault = ""
 
     def _check(self, info: EngineInfo) -> None:
         """Raise Unsupported if a value of the description is out of range or a name of a pool is invalid."""

@@ -49,7 +49,7 @@ _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _AUTHORIZATION_KEY = "authorization"
 
 _GET_INFO = "/specdec.v1.CoordinatorService/GetInfo"
-_PROMOTE = "/specdec.v1.CoordinatorService/Promote"
+_OPERATOR_CALLS = ("/specdec.v1.CoordinatorService/Promote", "/specdec.v1.CoordinatorService/Drain")
 
 #: Access of a call at a port without a guard.
 _UNGUARDED = Access(rights=frozenset((GENERATE, OPERATE)))
@@ -112,7 +112,7 @@ def public_guard(callers: Callers, *, takes_operators: bool) -> Guard:
     operator = (OPERATE,) if takes_operators else ()
     return Guard(
         callers,
-        needs={_GET_INFO: (GENERATE, OPERATE, SERVICE), _PROMOTE: operator},
+        needs={_GET_INFO: (GENERATE, OPERATE, SERVICE), **dict.fromkeys(_OPERATOR_CALLS, operator)},
         others=(GENERATE, SERVICE),
         refusal="operator calls are not answered at this address: send them to the coordinator's --admin address",
     )
@@ -122,7 +122,7 @@ def admin_guard(callers: Callers) -> Guard:
     """Return the guard of a coordinator's port for operators."""
     return Guard(
         callers,
-        needs={_GET_INFO: (OPERATE,), _PROMOTE: (OPERATE,)},
+        needs={_GET_INFO: (OPERATE,), **dict.fromkeys(_OPERATOR_CALLS, (OPERATE,))},
         others=(),
         refusal="this address answers operator calls alone: send other calls to the coordinator's --listen address",
     )

@@ -37,6 +37,7 @@ _COMMANDS = {
     "pools": "draft pools of a running system, by class of requests",
     "promote": "give sessions another draft pool, share by share",
     "scale": "start or drain replicas of a running specdec up",
+    "drain": "take one replica out of use, and wait until no stream runs there",
     "join": "add a draft model to a running specdec up, scored before it is used",
     "distill": "train a draft on what the target said (see up --learning-log)",
     "bench": "speculation against target-only on a running system",
@@ -46,7 +47,7 @@ _COMMANDS = {
 }
 
 #: Subcommands that need a running system and wait for one that is starting.
-_NEED_A_SYSTEM = ("generate", "chat", "top", "status", "pools", "promote", "scale", "join", "bench")
+_NEED_A_SYSTEM = ("generate", "chat", "top", "status", "pools", "promote", "scale", "drain", "join", "bench")
 
 #: Subcommands whose flags have no default in the environment.
 _WITHOUT_ENVIRON = ("up", "completion")

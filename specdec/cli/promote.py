@@ -19,7 +19,7 @@ from specdec.cli import Usage
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.pool_tables import model_name
 from specdec.cli.progress import Waiting
-from specdec.cli.request_flags import add_client_flags, address, connect
+from specdec.cli.request_flags import add_admin_flag, add_client_flags, connect
 from specdec.client import Adapter, Client, Promotion, Route, TargetModel
 from specdec.contract.errors import Forbidden, InvalidRequest, NotFound
 
@@ -37,10 +37,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
         "model.", allow_abbrev=False,
     )  # fmt: skip
     add_client_flags(parser, environ)
-    parser.add_argument(
-        "--admin", type=address, metavar="HOST:PORT",
-        help="address of the coordinator for operator calls; default: the one that it names at --endpoint",
-    )  # fmt: skip
+    add_admin_flag(parser)
     parser.add_argument(
         "pool", nargs="?", metavar="POOL", help="pool of draft replicas; it replaces a promotion of another pool"
     )
@@ -87,7 +84,7 @@ def _run_target(args: argparse.Namespace) -> int:
         fingerprint = _fingerprint_like(given, known)
         if share is None:
             fingerprint, share = "", 0.0
-        models = _as_operator(args, client, lambda operator: operator.promote_target(fingerprint, share))
+        models = as_operator(args, client, lambda operator: operator.promote_target(fingerprint, share))
         adapters = client.info().adapters if info.adapters else ()
     if args.json:
         print_json({"target_models": list(map(asdict, models)), "adapters": list(map(asdict, adapters))})
@@ -128,10 +125,10 @@ def _fingerprint_like(given: str, known: Sequence[TargetModel | Adapter]) -> str
 
 
 def _promote(args: argparse.Namespace, client: Client) -> Promotion | None:
-    return _as_operator(args, client, lambda operator: operator.promote(args.pool, args.to))
+    return as_operator(args, client, lambda operator: operator.promote(args.pool, args.to))
 
 
-def _as_operator(args: argparse.Namespace, client: Client, call: Callable[[Client], AnswerT]) -> AnswerT:
+def as_operator(args: argparse.Namespace, client: Client, call: Callable[[Client], AnswerT]) -> AnswerT:
     """Return the answer of an operator call, made where the coordinator answers such calls.
 
     Raises SpecdecError if it is refused.

@@ -45,6 +45,14 @@ def add_client_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
     add_tls_flags(parser, environ)
 
 
+def add_admin_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of subcommands that make operator calls."""
+    parser.add_argument(
+        "--admin", type=address, metavar="HOST:PORT",
+        help="address of the coordinator for operator calls; default: the one that it names at --endpoint",
+    )  # fmt: skip
+
+
 def add_tls_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     """Add the flags of every subcommand that dials: the authorities that it trusts, and its own certificate."""
     for flag, variable, metavar, meaning in (

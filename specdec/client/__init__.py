@@ -26,7 +26,17 @@ from specdec.client.results import (
     TopLogprob,
     Usage,
 )
-from specdec.client.server_info import Adapter, Pool, Promotion, Replica, Route, ServerInfo, TargetModel
+from specdec.client.server_info import (
+    Adapter,
+    Drained,
+    LostReplica,
+    Pool,
+    Promotion,
+    Replica,
+    Route,
+    ServerInfo,
+    TargetModel,
+)
 from specdec.client.sync_client import Client
 from specdec.client.sync_stream import Stream
 from specdec.client.tools import ToolCall
@@ -61,11 +71,13 @@ __all__ = [
     "Completion",
     "Constraint",
     "DeadlineExceeded",
+    "Drained",
     "Forbidden",
     "GenerateOptions",
     "GenerationStats",
     "Internal",
     "InvalidRequest",
+    "LostReplica",
     "NotFound",
     "Pool",
     "Promotion",

@@ -30,9 +30,11 @@ from specdec.client.request import (
 )
 from specdec.client.results import Completion, Session, read_session
 from specdec.client.server_info import (
+    Drained,
     Promotion,
     ServerInfo,
     TargetModel,
+    read_drained,
     read_promotion,
     read_server_info,
     read_target_models,
@@ -203,6 +205,15 @@ class AsyncClient(Identity):
         request = build_message(pb.PromoteRequest, target_fingerprint=fingerprint, share=share)
         answer = await self._call("Promote", request)
         return read_target_models(answer.target_models)
+
+    async def drain(self, replica_id: str, *, undo: bool = False) -> Drained:
+        """Let a replica, or the coordinator itself, take no new sessions; return what is left there. Idempotent.
+
+        Running turns end where they are. Call it again until `num_streams` is 0, then end the process. With `undo`, it
+        takes new sessions again. Raises NotFound for an unknown id or address, and Forbidden as `promote`.
+        """
+        answer = await self._call("Drain", build_message(pb.DrainRequest, replica_id=replica_id, undo=undo))
+        return read_drained(answer)
 
     async def info(self) -> ServerInfo:
         """Return the served model, the pools and their replicas."""

@@ -109,6 +109,37 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class LostReplica:
+    """A replica that the coordinator has an address of and does not call."""
+
+    role: str
+    pool: str
+    """Pool of the replica; "" before its first description."""
+    address: str
+    state: str
+    """State: down | refused | late."""
+    reason: str
+    """The coordinator's last words about it; "" for a replica that is late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What is left on a replica, or on a coordinator, that takes no new sessions."""
+
+    replica_id: str
+    role: str
+    """Role: draft | target | coordinator."""
+    pool: str
+    address: str
+    num_streams: int
+    """Turns that still run there."""
+    num_sessions: int
+    """Sessions whose KV lies there; they continue elsewhere at their next turn."""
+    is_last: bool
+    """True if no other one is known that takes its sessions: new ones wait, or get no drafts."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     version: str
     target_model: str
@@ -126,6 +157,16 @@ class ServerInfo:
     """Served target models by fingerprint; several during an update, or beside a canary."""
     adapters: tuple[Adapter, ...] = ()
     """Served adapters of the target models, by name and fingerprint."""
+    coordinator_id: str = ""
+    """Id of the coordinator's process; "" for clients that may not make operator calls."""
+    build: str = ""
+    """Build of the coordinator: hashes of its sources; "": an older release, which states none."""
+    is_registered: bool = False
+    """True if the registry of replicas lists the coordinator; False with static endpoints."""
+    lost_replicas: tuple[LostReplica, ...] = ()
+    """Replicas that the coordinator has an address of and does not call, for operators."""
+    lost_draft_pools: tuple[str, ...] = ()
+    """Pools of draft replicas that have had one and have none in use now, for operators."""
 
 
 def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
@@ -137,6 +178,8 @@ def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:
         default_sampling=_read_default_sampling(message.default_sampling),
         target_models=read_target_models(message.target_models),
         adapters=tuple(read_fields(Adapter, each) for each in message.adapters),
+        lost_replicas=tuple(read_fields(LostReplica, each) for each in message.lost_replicas),
+        lost_draft_pools=tuple(message.lost_draft_pools),
     )
 
 
@@ -160,6 +203,10 @@ def read_target_models(messages: Iterable[pb.TargetModelInfo]) -> tuple[TargetMo
 
 def read_promotion(message: pb.PromotionInfo) -> Promotion:
     return read_fields(Promotion, message)
+
+
+def read_drained(message: pb.DrainResponse) -> Drained:
+    return read_fields(Drained, message)
 
 
 def _read_pool(message: pb.PoolInfo) -> Pool:

@@ -87,6 +87,10 @@ class EngineInfo:
     """Adapters that a target passes to its engine's server, by the names under which requests select them."""
     adapter_fingerprints: tuple[str, ...] = ()
     """Fingerprints of the models that the adapters make of the base model, in the order of `adapter_names`."""
+    build: str = ""
+    """Build of the service (`specdec.contract.version.build_of`); "": an older release, which states none."""
+    num_states: int = 0
+    """Number of slots for recurrent states of a hybrid, of which a session takes two; 0: the model has none."""
 
     def serves(self, fingerprint: str) -> bool:
         """Return whether this is the fingerprint of the replica's model, or of that model with an adapter."""

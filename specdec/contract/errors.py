@@ -4,7 +4,8 @@ SpecdecError
 ├── InvalidRequest        INVALID_ARGUMENT     INVALID_REQUEST, CONTEXT_TOO_LONG, NO_CHAT_TEMPLATE, CONSTRAINT_INVALID,
 │                                              NO_LEGAL_TOKEN
 │   └── InvalidSetting    (at the start of a process, which ends with exit code 2)
-├── NotFound              NOT_FOUND            SESSION_NOT_FOUND, POOL_NOT_FOUND, MODEL_NOT_FOUND
+├── NotFound              NOT_FOUND            SESSION_NOT_FOUND, POOL_NOT_FOUND, MODEL_NOT_FOUND,
+│                                              REPLICA_NOT_FOUND
 ├── SessionBusy           FAILED_PRECONDITION  SESSION_BUSY
 ├── VocabularyMismatch    FAILED_PRECONDITION  VOCABULARY_MISMATCH
 ├── KvMiss                FAILED_PRECONDITION  KV_MISS            (draft and target links only)
@@ -232,6 +233,7 @@ _TYPES_BY_REASON: dict[str, type[SpecdecError]] = {
     "SESSION_NOT_FOUND": NotFound,
     "POOL_NOT_FOUND": NotFound,
     "MODEL_NOT_FOUND": NotFound,
+    "REPLICA_NOT_FOUND": NotFound,
     "SESSION_BUSY": SessionBusy,
     "VOCABULARY_MISMATCH": VocabularyMismatch,
     "KV_MISS": KvMiss,

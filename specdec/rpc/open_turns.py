@@ -12,6 +12,9 @@ from typing import NamedTuple
 #: Most turns that are kept; beyond it the oldest ones are forgotten. Turns of a coordinator that died do not end here.
 MAX_TURNS = 65_536
 
+#: Longest time between two calls of a turn that runs.
+CALLED_WITHIN_S = 5.0
+
 
 class _Turn(NamedTuple):
     epoch: int

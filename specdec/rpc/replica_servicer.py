@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from specdec.contract.engine_api import EndedTurn, Engine, EngineInfo
 from specdec.contract.errors import InvalidRequest, Unavailable
 from specdec.contract.tenant import session_on_replica
 from specdec.contract.types import Stages
+from specdec.contract.version import build_of
 from specdec.observability.engine_metrics import EngineMetrics
 from specdec.rpc import codec
 from specdec.rpc.frames import FrameServer
 from specdec.rpc.handshake import shake_hands_with_caller
-from specdec.rpc.open_turns import OpenTurns
+from specdec.rpc.open_turns import CALLED_WITHIN_S, OpenTurns
 from specdec.rpc.outgoing import FrameParts, Outgoing
 from specdec.rpc.rounds import tenant_of
 from specdec.rpc.stages import encode_stages
@@ -87,7 +88,11 @@ class ReplicaServicer:
             renewals_of=renewals_of,
         )
         self._request_type = request_type
+        self._build = build_of(f"{self._limits.role}_service")
         self._is_leaving = False
+        self._is_set_draining = False
+        self.on_leaving: Callable[[bool], Awaitable[None]] | None = None
+        """Awaited with whether the replica takes no new sessions from now on, when a call has decided it."""
         self.open_turns = OpenTurns()
         """Turns whose calls were answered here, where the service notes them."""
         self._unix_socket: UnixSocketServer | None = None
@@ -95,11 +100,12 @@ class ReplicaServicer:
     def info(self) -> EngineInfo:
         """Return the replica's current description; it says draining after `drain`."""
         engine_info = self._served.info()
-        draining = engine_info.draining or self._is_leaving or self._frames.draining
+        draining = engine_info.draining or self._is_leaving or self._is_set_draining or self._frames.draining
         return replace(
             engine_info,
             draining=draining,
             incarnation=self._incarnation,
+            build=self._build,
             unix_socket="" if self._unix_socket is None else self._unix_socket.name,
         )
 
@@ -163,6 +169,19 @@ class ReplicaServicer:
             # A caller would take an answer as a sign that calls are answered too.
             raise Unavailable("the device of this replica hangs")
         return codec.encode_engine_info(self.info())
+
+    async def SetDraining(  # noqa: N802
+        self, request: common_pb2.SetDrainingRequest, context: Any
+    ) -> common_pb2.SetDrainingResponse:
+        if request.draining != self._is_set_draining:
+            self._is_set_draining = request.draining
+            if self.on_leaving is not None:
+                await self.on_leaving(request.draining)
+        engine_info = self.info()
+        return common_pb2.SetDrainingResponse(
+            num_streams=max(engine_info.num_running, self.open_turns.num_running(CALLED_WITHIN_S)),
+            num_sessions=engine_info.num_sessions,
+        )
 
     async def answer(self, item: Any, outgoing: Outgoing) -> Answered:
         """Let the engine answer a request item; a run puts its steps into `outgoing`.

@@ -12,8 +12,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -45,6 +46,7 @@ class Servicer(Protocol):
     """The gRPC service in front of an engine."""
 
     open_turns: OpenTurns
+    on_leaving: Callable[[bool], Awaitable[None]] | None
 
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
@@ -161,9 +163,11 @@ async def run_replica(
         metrics.note_phase("serving")
         if note_serving is not None:
             note_serving()
-        device_watch = asyncio.create_task(_watch_device(engine, server, registration))
+        servicer.on_leaving = partial(_show_leaving, engine, server, registration)
+        device_watch = asyncio.create_task(_watch_device(engine, servicer, server, registration))
         try:
             await _until(stop.wait(), engine)
+            servicer.on_leaving = None
             if grace is not None:
                 await server.set_not_serving()
                 servicer.leave()
@@ -192,7 +196,18 @@ async def _until(awaited: Coroutine[Any, Any, Any], engine: Engine) -> None:
         await asyncio.wait({stopper, watcher})
 
 
-async def _watch_device(engine: Engine, server: ServiceServer, registration: Registration | None) -> None:
+async def _show_leaving(
+    engine: Engine, server: ServiceServer, registration: Registration | None, is_leaving: bool
+) -> None:
+    """Show in health and registry that the replica takes no new sessions, or takes them again."""
+    _log.info("taking no new sessions" if is_leaving else "taking new sessions again")
+    await (server.set_not_serving() if is_leaving or engine.is_stalled else server.set_serving())
+    await _announce(registration)
+
+
+async def _watch_device(
+    engine: Engine, servicer: Servicer, server: ServiceServer, registration: Registration | None
+) -> None:
     """Set NOT_SERVING while the engine's device hangs and SERVING afterwards, until cancelled.
 
     The time of a hang is measured in checks, so that time in which the whole process stands does not count.
@@ -206,7 +221,8 @@ async def _watch_device(engine: Engine, server: ServiceServer, registration: Reg
             await server.health.note_device(False)
         if engine.is_stalled != was_stalled:
             was_stalled = not was_stalled
-            await (server.set_not_serving() if was_stalled else server.set_serving())
+            is_ready = not was_stalled and not servicer.info().draining
+            await (server.set_serving() if is_ready else server.set_not_serving())
             if not was_stalled:
                 await server.health.note_device(True)
             await _announce(registration)

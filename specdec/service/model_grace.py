@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import SpecdecError
-from specdec.rpc.open_turns import OpenTurns
+from specdec.rpc.open_turns import CALLED_WITHIN_S, OpenTurns
 from specdec.state.live_coordinators import COORDINATOR
 from specdec.state.store import ReplicaRegistry
 
@@ -26,9 +26,6 @@ _LOOK_S = 0.25
 
 #: Time until every coordinator has learned that a replica leaves. Until then it may choose this model for a new turn.
 _KNOWN_AFTER_S = 2.5
-
-#: Longest time between two calls of a turn that runs.
-_CALLED_WITHIN_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +65,7 @@ class ModelGrace:
         """Return the number of turns that need this replica."""
         if await self._registered(COORDINATOR):
             return self._turns.num_open(self._grace_s)
-        return self._turns.num_running(_CALLED_WITHIN_S)
+        return self._turns.num_running(CALLED_WITHIN_S)
 
     async def _registered(self, role: str) -> list[EngineInfo]:
         """Return the other services of a role that do not drain; none while the store cannot be reached."""

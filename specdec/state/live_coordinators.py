@@ -7,6 +7,7 @@ that is given no address finds its coordinators here.
 from __future__ import annotations
 
 from specdec.contract.engine_api import EngineInfo
+from specdec.contract.version import build_of
 from specdec.state.store import ReplicaRegistry
 
 #: Role under which coordinators register.
@@ -14,7 +15,7 @@ COORDINATOR = "coordinator"
 
 
 def coordinator_info(
-    coordinator_id: str, *, version: str, model: str, vocabulary_fingerprint: str, num_running: int
+    coordinator_id: str, *, version: str, model: str, vocabulary_fingerprint: str, num_running: int, draining: bool
 ) -> EngineInfo:
     """Return the description of a coordinator for its record. A coordinator holds no model, so it states no KV cache.
 
@@ -24,6 +25,7 @@ def coordinator_info(
         model: tokenizer that the coordinator was started with.
         vocabulary_fingerprint: fingerprint of the tokenizer's vocabulary.
         num_running: number of generations that run now.
+        draining: whether it refuses new requests.
     """
     return EngineInfo(
         version=version,
@@ -41,10 +43,11 @@ def coordinator_info(
         kv_block_tokens=0,
         kv_usage=0.0,
         num_sessions=num_running,
-        draining=False,
+        draining=draining,
         dtype="",
         device="",
         num_running=num_running,
+        build=build_of("coordinator"),
     )
 
 

@@ -176,8 +176,22 @@ class GetEngineInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SetDrainingRequest(_message.Message):
+    __slots__ = ("draining",)
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    def __init__(self, draining: bool = ...) -> None: ...
+
+class SetDrainingResponse(_message.Message):
+    __slots__ = ("num_streams", "num_sessions")
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    num_streams: int
+    num_sessions: int
+    def __init__(self, num_streams: _Optional[int] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+
 class EngineInfo(_message.Message):
-    __slots__ = ("version", "role", "pool", "replica_id", "model", "model_fingerprint", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "eos_token_ids", "max_gamma", "num_kv_blocks", "kv_block_tokens", "kv_usage", "num_sessions", "draining", "dtype", "device", "incarnation", "num_running", "local_drafts", "shadow", "local_gammas", "num_steps", "step_limit_s", "lane", "backend", "unsupported_fields", "max_run", "supports_constraints", "adapter_names", "adapter_fingerprints")
+    __slots__ = ("version", "role", "pool", "replica_id", "model", "model_fingerprint", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "eos_token_ids", "max_gamma", "num_kv_blocks", "kv_block_tokens", "kv_usage", "num_sessions", "draining", "dtype", "device", "incarnation", "num_running", "local_drafts", "shadow", "local_gammas", "num_steps", "step_limit_s", "lane", "backend", "unsupported_fields", "max_run", "supports_constraints", "adapter_names", "adapter_fingerprints", "build", "num_states")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +224,8 @@ class EngineInfo(_message.Message):
     SUPPORTS_CONSTRAINTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_NAMES_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATES_FIELD_NUMBER: _ClassVar[int]
     version: str
     role: str
     pool: str
@@ -242,7 +258,9 @@ class EngineInfo(_message.Message):
     supports_constraints: bool
     adapter_names: _containers.RepeatedScalarFieldContainer[str]
     adapter_fingerprints: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., replica_id: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_gamma: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., draining: bool = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_running: _Optional[int] = ..., local_drafts: _Optional[_Iterable[str]] = ..., shadow: bool = ..., local_gammas: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., step_limit_s: _Optional[float] = ..., lane: _Optional[str] = ..., backend: _Optional[str] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., max_run: _Optional[int] = ..., supports_constraints: bool = ..., adapter_names: _Optional[_Iterable[str]] = ..., adapter_fingerprints: _Optional[_Iterable[str]] = ...) -> None: ...
+    build: str
+    num_states: int
+    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., replica_id: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_gamma: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_sessions: _Optional[int] = ..., draining: bool = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_running: _Optional[int] = ..., local_drafts: _Optional[_Iterable[str]] = ..., shadow: bool = ..., local_gammas: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., step_limit_s: _Optional[float] = ..., lane: _Optional[str] = ..., backend: _Optional[str] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., max_run: _Optional[int] = ..., supports_constraints: bool = ..., adapter_names: _Optional[_Iterable[str]] = ..., adapter_fingerprints: _Optional[_Iterable[str]] = ..., build: _Optional[str] = ..., num_states: _Optional[int] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("round", "token_ids", "local_pool")

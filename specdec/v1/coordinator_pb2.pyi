@@ -412,7 +412,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling", "admin_address", "target_models", "adapters")
+    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling", "admin_address", "target_models", "adapters", "coordinator_id", "build", "is_registered", "lost_replicas", "lost_draft_pools")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +425,11 @@ class GetInfoResponse(_message.Message):
     ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODELS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
+    IS_REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    LOST_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    LOST_DRAFT_POOLS_FIELD_NUMBER: _ClassVar[int]
     version: str
     target_model: str
     vocabulary_fingerprint: str
@@ -437,7 +442,26 @@ class GetInfoResponse(_message.Message):
     admin_address: str
     target_models: _containers.RepeatedCompositeFieldContainer[TargetModelInfo]
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
-    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., admin_address: _Optional[str] = ..., target_models: _Optional[_Iterable[_Union[TargetModelInfo, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ...) -> None: ...
+    coordinator_id: str
+    build: str
+    is_registered: bool
+    lost_replicas: _containers.RepeatedCompositeFieldContainer[LostReplica]
+    lost_draft_pools: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., admin_address: _Optional[str] = ..., target_models: _Optional[_Iterable[_Union[TargetModelInfo, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., coordinator_id: _Optional[str] = ..., build: _Optional[str] = ..., is_registered: bool = ..., lost_replicas: _Optional[_Iterable[_Union[LostReplica, _Mapping]]] = ..., lost_draft_pools: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LostReplica(_message.Message):
+    __slots__ = ("role", "pool", "address", "state", "reason")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    pool: str
+    address: str
+    state: str
+    reason: str
+    def __init__(self, role: _Optional[str] = ..., pool: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
     __slots__ = ("name", "fingerprint", "model", "num_replicas", "share", "alpha", "gamma")
@@ -552,3 +576,29 @@ class PromotionInfo(_message.Message):
     most: float
     status: str
     def __init__(self, draft_pool: _Optional[str] = ..., share: _Optional[float] = ..., most: _Optional[float] = ..., status: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("replica_id", "undo")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    undo: bool
+    def __init__(self, replica_id: _Optional[str] = ..., undo: bool = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("replica_id", "role", "pool", "address", "num_streams", "num_sessions", "is_last")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    role: str
+    pool: str
+    address: str
+    num_streams: int
+    num_sessions: int
+    is_last: bool
+    def __init__(self, replica_id: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., address: _Optional[str] = ..., num_streams: _Optional[int] = ..., num_sessions: _Optional[int] = ..., is_last: bool = ...) -> None: ...

@@ -70,6 +70,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=specdec_dot_v1_dot_coordinator__pb2.PromoteRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_coordinator__pb2.PromoteResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/specdec.v1.CoordinatorService/Drain',
+                request_serializer=specdec_dot_v1_dot_coordinator__pb2.DrainRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_coordinator__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -125,6 +130,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Lets one replica, or this coordinator, accept no new sessions, and says what is left there. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +174,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Promote,
                     request_deserializer=specdec_dot_v1_dot_coordinator__pb2.PromoteRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_coordinator__pb2.PromoteResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=specdec_dot_v1_dot_coordinator__pb2.DrainRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_coordinator__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +371,33 @@ class CoordinatorService(object):
             '/specdec.v1.CoordinatorService/Promote',
             specdec_dot_v1_dot_coordinator__pb2.PromoteRequest.SerializeToString,
             specdec_dot_v1_dot_coordinator__pb2.PromoteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.CoordinatorService/Drain',
+            specdec_dot_v1_dot_coordinator__pb2.DrainRequest.SerializeToString,
+            specdec_dot_v1_dot_coordinator__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,11 @@ class TargetServiceStub(object):
                 request_serializer=specdec_dot_v1_dot_common__pb2.GetEngineInfoRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_common__pb2.EngineInfo.FromString,
                 _registered_method=True)
+        self.SetDraining = channel.unary_unary(
+                '/specdec.v1.TargetService/SetDraining',
+                request_serializer=specdec_dot_v1_dot_common__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_common__pb2.SetDrainingResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer(object):
@@ -93,6 +98,14 @@ class TargetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetDraining(self, request, context):
+        """Lets the replica refuse new sessions while it answers the turns that have begun, and says how many are left.
+        Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +128,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.GetEngineInfo,
                     request_deserializer=specdec_dot_v1_dot_common__pb2.GetEngineInfoRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_common__pb2.EngineInfo.SerializeToString,
+            ),
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=specdec_dot_v1_dot_common__pb2.SetDrainingRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_common__pb2.SetDrainingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +244,33 @@ class TargetService(object):
             '/specdec.v1.TargetService/GetEngineInfo',
             specdec_dot_v1_dot_common__pb2.GetEngineInfoRequest.SerializeToString,
             specdec_dot_v1_dot_common__pb2.EngineInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.TargetService/SetDraining',
+            specdec_dot_v1_dot_common__pb2.SetDrainingRequest.SerializeToString,
+            specdec_dot_v1_dot_common__pb2.SetDrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

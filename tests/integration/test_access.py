@@ -185,10 +185,15 @@ async def test_only_the_service_right_names_tenants(locked: Locked) -> None:
     assert reason(await locked.call("GetSession", OPERATOR, session_id="through-a-gateway")) == "FORBIDDEN"
 
 
-async def test_operator_calls_are_answered_at_the_admin_port_with_the_right_alone(locked: Locked) -> None:
-    wanted = {"draft_pool": "default", "share": 1.0}
-    public = [await locked.call("Promote", metadata, **wanted) for metadata in (ACME, OPERATOR, SERVICE)]
-    admin = [await locked.call("Promote", metadata, locked.admin, **wanted) for metadata in (ACME, SERVICE, OPERATOR)]
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [("Promote", {"draft_pool": "default", "share": 1.0}), ("Drain", {"replica_id": "draft-1", "undo": True})],
+)
+async def test_operator_calls_are_answered_at_the_admin_port_with_the_right_alone(
+    locked: Locked, method: str, wanted: dict[str, object]
+) -> None:
+    public = [await locked.call(method, metadata, **wanted) for metadata in (ACME, OPERATOR, SERVICE)]
+    admin = [await locked.call(method, metadata, locked.admin, **wanted) for metadata in (ACME, SERVICE, OPERATOR)]
     assert [reason(answer) for answer in public] == ["FORBIDDEN"] * 3
     assert "--admin" in public[1].message
     assert [reason(answer) for answer in admin] == ["FORBIDDEN", "FORBIDDEN", "OK"]

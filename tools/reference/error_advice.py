@@ -42,6 +42,8 @@ ADVICE = {
     "QUOTA_EXCEEDED": "The API key or the tenant has reached one of its limits, or the Ray cluster has no room for a "
     "replica. The message has the limit, or what is needed and what is free.",
     "REPLICA_BUSY": "The draft replica serves sessions and does not score now. Internal to the draft link.",
+    "REPLICA_NOT_FOUND": "No draft or target replica that this coordinator knows has the id or address of the drain. "
+    "`specdec status` lists them.",
     "REPLICA_UNAVAILABLE": "No target replica answers, or its device hangs. Look at `specdec status`, then at the "
     "health and the log of the target replicas.",
     "REQUEST_TOO_LARGE": "The body of the request is larger than `--max-body-bytes` of the gateway. Over HTTP only.",

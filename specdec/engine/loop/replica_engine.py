@@ -156,6 +156,7 @@ class ReplicaEngine:
             step_limit_s=load.step_limit_s,
             max_run=self._options.max_run if self.role == "target" else 0,
             supports_constraints=self._constraints is not None,
+            num_states=self._shape.num_states,
         )
 
     def stats(self) -> EngineStats:

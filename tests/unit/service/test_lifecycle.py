@@ -97,6 +97,24 @@ async def test_a_drain_finishes_calls_in_flight_and_then_leaves_the_registry(reg
     await link.close()
 
 
+async def test_a_replica_that_is_told_to_drain_says_so_answers_on_and_can_be_taken_back(
+    registry: ReplicaRegistry,
+) -> None:
+    replica = Replica(registry)
+    record = await replica.record()
+    link = DraftLink(record.address)
+    assert (await link.set_draining(True)).num_streams == 0
+    assert await health(record.address) == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert (await replica.record()).engine.draining
+    assert (await link.propose(ProposeRequest(make_round("s"), 2))).draft_token_ids.tolist() == [3, 4]
+    await link.set_draining(False)
+    assert await health(record.address) == health_pb2.HealthCheckResponse.SERVING
+    assert not (await replica.record()).engine.draining
+    replica.stop.set()
+    await replica.task
+    await link.close()
+
+
 async def test_calls_that_outlast_the_grace_period_are_cancelled(registry: ReplicaRegistry) -> None:
     replica = Replica(registry, drain_grace_s=0.05)
     link = DraftLink((await replica.record()).address)
