@@ -126,7 +126,10 @@ class SessionReplicas:
             Unavailable: no target replica of the session's model lives outside `excluded`.
         """
         if self._target is None or not self._fits(self._target, excluded):
-            self._target = self._choose([replica for replica in self._pools.targets() if self._fits(replica, excluded)])
+            fitting = [replica for replica in self._pools.targets() if self._fits(replica, excluded)]
+            # A replica that drains answers the turns of its model until they end.
+            draining = next((replica for replica in fitting if replica.takes_turns), None)
+            self._target = self._choose(fitting) or draining
             if self._target is None:
                 raise Unavailable(none_serves(self.adapter))
             self._target.note_new_session()
@@ -135,8 +138,6 @@ class SessionReplicas:
 
     def _choose(self, replicas: Sequence[Replica[LinkT]]) -> Replica[LinkT] | None:
         usual = choose_replica(self._session_id, replicas)
-        if usual is None:  # a replica that drains answers the turns of its model until they end
-            usual = next((replica for replica in replicas if replica.takes_turns), None)
         if usual is None or not self._prefix_tokens:
             return usual
         open_replicas = [replica for replica in replicas if replica.takes_sessions]
@@ -212,6 +213,10 @@ class SessionReplicas:
             prefix_tokens: leading tokens of the session by the incarnation that holds them.
         """
         self._prefix_tokens = prefix_tokens
+        if self._target is not None and self._target.is_draining:
+            self._target = None  # another one takes over, if there is one
+        if self._draft is not None and self._draft.is_draining:
+            self._draft = None
         lengths = {location.incarnation: min(location.num_tokens, agreed_len) for location in locations}
         if not lengths:
             return

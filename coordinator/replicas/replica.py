@@ -177,6 +177,10 @@ class Replica(Generic[LinkT]):
         return name if name.isascii() and name.isalnum() and len(name) <= MAX_INCARNATION_CHARS else ""
 
     @property
+    def is_draining(self) -> bool:
+        return self.info is not None and self.info.draining
+
+    @property
     def takes_sessions(self) -> bool:
         return self.is_in_use and self.info is not None and not self.info.draining
 

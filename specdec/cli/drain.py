@@ -25,6 +25,13 @@ _POLL_S = 0.5
 #: Time until every coordinator has learned that a replica drains. Until then it may still send a new session there.
 _KNOWN_AFTER_S = 2.5
 
+#: Consequences of a drain of the last one, by role.
+_LAST = {
+    "draft": "new sessions run without drafts of it",
+    "target": "new turns still run there until another one serves its model",
+    "coordinator": "new requests are refused",
+}
+
 
 def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser = commands.add_parser(
@@ -67,8 +74,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     with connect(args) as client:
         left = _ask(args, client)
         if left.is_last and not args.undo:
-            waiting = "new sessions get no drafts of it" if left.role == "draft" else "new requests wait or fail"
-            print(f"warning: {_named(left)} is the last one of its kind: {waiting}", file=sys.stderr)
+            print(f"warning: {_named(left)} is the last one of its kind: {_LAST[left.role]}", file=sys.stderr)
         if not args.undo and args.timeout:
             left = _await_end(args, client, left)
     if args.json:

@@ -136,7 +136,7 @@ class Drained:
     num_sessions: int
     """Sessions whose KV lies there; they continue elsewhere at their next turn."""
     is_last: bool
-    """True if no other one is known that takes its sessions: new ones wait, or get no drafts."""
+    """True if no other one is known that takes its sessions. A target then goes on with new turns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ async def test_a_draft_that_was_the_last_one_is_drained_with_a_warning_and_strea
         coordinator = await rig.coordinator()
         code, left, words = await specdec(capsys, coordinator, "draft-1")
         assert (code, left["role"], left["is_last"]) == (0, "draft", True)
-        assert words == "warning: draft draft-1 is the last one of its kind: new sessions get no drafts of it\n"
+        assert words == "warning: draft draft-1 is the last one of its kind: new sessions run without drafts of it\n"
         await coordinator.pools.poll()
         output = await coordinator.generate(request())
         assert output.token_ids == expected(rig)

@@ -144,6 +144,8 @@ async def test_a_draining_target_keeps_its_sessions_and_gets_no_new_ones(rig: Ri
     assert fresh.choose_target(others) is draining  # it answers the turns of its model until it refuses a call
     draining.note_draining()
     assert not replicas.has_target(others)
+    replicas.begin_turn(0, (), {})
+    assert replicas.choose_target() in others
     await pools.close()
 
 
@@ -178,6 +180,14 @@ async def test_a_draft_is_kept_while_it_is_in_use_and_in_the_sessions_pool(rig: 
     second = next(replica for replica in pools.drafts("default") if replica is not first)
     assert {replicas.choose_draft() for _ in range(5)} == {first}
     first.info = replace(first.info, draining=True)
+    assert replicas.choose_draft() is first
+    second.fail(Unavailable("gone"))
+    replicas.begin_turn(0, (), {})
+    assert replicas.choose_draft() is None  # the next turn has no draft rather than one that leaves
+    await pools.poll()
+    first.info = replace(first.info, draining=False)
+    replicas = SessionReplicas("s", pools)
+    replicas.draft_pool = "default"
     assert replicas.choose_draft() is first
     first.info = replace(first.info, pool="other", draining=False)
     assert replicas.choose_draft() is second
