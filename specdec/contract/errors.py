@@ -14,8 +14,9 @@ SpecdecError
 ├── StaleEpoch            ABORTED              STALE_EPOCH
 ├── LeaseLost             ABORTED              LEASE_LOST
 ├── ResourceExhausted     RESOURCE_EXHAUSTED   QUEUE_FULL, KV_EXHAUSTED, QUOTA_EXCEEDED, REPLICA_BUSY (draft link only)
-├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING, and in the SDK alone
-│                                              COORDINATOR_UNAVAILABLE; at the command line alone ADDRESS_IN_USE
+├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING, SCHEMA_TOO_NEW, and in the
+│                                              SDK alone COORDINATOR_UNAVAILABLE; at the command line alone
+│                                              ADDRESS_IN_USE
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    DEADLINE_EXCEEDED  (in the SDK alone)
 ├── ClientClosed          CANCELLED            CLIENT_CLOSED      (in the SDK alone)
 ├── Unauthenticated       UNAUTHENTICATED      UNAUTHENTICATED
@@ -247,6 +248,7 @@ _TYPES_BY_REASON: dict[str, type[SpecdecError]] = {
     "REPLICA_UNAVAILABLE": Unavailable,
     "STORE_UNAVAILABLE": Unavailable,
     "DRAINING": Unavailable,
+    "SCHEMA_TOO_NEW": Unavailable,
     "COORDINATOR_UNAVAILABLE": Unavailable,
     "ADDRESS_IN_USE": Unavailable,
     "DEADLINE_EXCEEDED": DeadlineExceeded,

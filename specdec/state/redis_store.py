@@ -31,6 +31,7 @@ from specdec.state.session_fields import (
     MAX_EPOCH,
     check_log,
     check_owned,
+    check_schema,
     damage_of,
     loss_of,
     read_locations,
@@ -174,8 +175,15 @@ class RedisSessionStore:
     def _record(
         self, session_id: str, flat: Sequence[bytes], num_bytes: int, owner: bytes, expires_in_ms: int
     ) -> SessionRecord:
-        """Return the record in an answer of `load`. Raises KeyError or ValueError for a field that was damaged."""
-        meta = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        """Return the record in an answer of `load`.
+
+        Raises:
+            KeyError, ValueError: a field was damaged.
+            Unavailable: a newer version stored it.
+        """
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        check_schema(session_id, fields.get(b"schema", b"1"))
+        meta = {name.decode(): value.decode() for name, value in fields.items()}
         seal = read_seal(meta)
         return SessionRecord(
             session_id=session_id,

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.contract.errors import Internal, LeaseLost, NotFound, SessionLost, SpecdecError
+from specdec.contract.errors import Internal, LeaseLost, NotFound, SessionLost, SpecdecError, Unavailable
 from specdec.contract.types import FinishReason
 from specdec.state.connection import DamagedValue
 from specdec.state.store import Commit, KvLocation, Lease, LogSeal, RequestRecord
+
+#: Schema of the sessions that this version stores. It rises when an older coordinator would misread them. Versions up to
+#: 0.2.0 store none, which means 1.
+SCHEMA = 1
 
 _MAX_REASON_CHARACTERS = 300
 
@@ -24,6 +28,26 @@ def damage_of(session_id: str, error: Exception | str) -> SessionLost:
         f"{reason[:_MAX_REASON_CHARACTERS]}",
         field="session_id",
     )
+
+
+def check_schema(session_id: str, stored: bytes) -> None:
+    """Check that this version can read a session, before its other fields are read.
+
+    Args:
+        session_id: id of the session.
+        stored: its field `schema`.
+
+    Raises:
+        Unavailable: a newer version stored it; another coordinator may be of that version (SCHEMA_TOO_NEW).
+        ValueError: the field is no schema.
+    """
+    schema = read_number({"schema": stored.decode(errors="replace")}, "schema")
+    if schema > SCHEMA:
+        raise Unavailable(
+            f"session {session_id!r} was stored by a newer specdec (schema {schema}; this coordinator reads up to "
+            f"{SCHEMA}): upgrade this coordinator, or delete the session",
+            reason="SCHEMA_TOO_NEW", field="session_id",
+        )  # fmt: skip
 
 
 def refusal_of(answer: Any, lease: Lease, commit: Commit) -> SpecdecError:
@@ -97,6 +121,7 @@ def write_finish_reason(reason: FinishReason | None) -> int:
 def request_fields(request: RequestRecord) -> list[str | bytes | int]:
     """Return the names and values of a request's fields, one after the other."""
     return [
+        *("schema", SCHEMA),
         *("request_id", request.request_id),
         *("request_digest", request.request_digest),
         *("parameters_json", request.parameters_json),

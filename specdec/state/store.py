@@ -212,7 +212,7 @@ class SessionStore(Protocol):
         ...
 
     async def load(self, session_id: str) -> SessionRecord | None:
-        """Return a session's record, or None if the session does not exist."""
+        """Return the record, or None if there is none. Raises SessionLost (damage) or Unavailable (SCHEMA_TOO_NEW)."""
         ...
 
     async def read_tokens(self, session_id: str, start: int = 0) -> TokenIds:
