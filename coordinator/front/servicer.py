@@ -269,6 +269,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             is_registered=self.is_registered,
             lost_replicas=encode_lost_replicas(self._pools.addressed_replicas()) if sees_all else (),
             lost_draft_pools=self._pools.lost_model_pools() if sees_all else (),
+            max_running=self._generations.admission.queue_state.num_slots,
         )
 
     async def Promote(  # noqa: N802

@@ -39,7 +39,7 @@ from specdec.v1 import coordinator_pb2
 _DRAFTED = (TokenSource.ACCEPTED, TokenSource.CORRECTED)
 
 #: States of replicas that are not called.
-_LOST_STATES = ("down", "refused", "late")
+_LOST_STATES = ("down", "refused")
 
 #: Fields of a request that do not change its output.
 _NOT_DIGESTED = ("session_id", "request_id", "return_provenance", "resume_from", "expected_session_tokens", "priority")
@@ -255,7 +255,7 @@ def encode_lost_replicas(replicas: Iterable[Replica[Any]]) -> list[coordinator_p
             reason=replica.last_fault,
         )
         for replica in replicas
-        if replica.state in _LOST_STATES and (replica.last_fault or replica.state == "late")
+        if replica.state in _LOST_STATES and replica.last_fault
     ]
 
 

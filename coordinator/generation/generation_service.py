@@ -98,7 +98,7 @@ class GenerationService:
         self._store = store
         self._metrics = metrics
         self._activity = pools.activity
-        self._admission = Admission(settings.admission, lambda: sum(r.takes_sessions for r in pools.targets()))
+        self.admission = Admission(settings.admission, lambda: sum(r.takes_sessions for r in pools.targets()))
         leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         self._placement = placement = Placement(pools)
         self._log_repair = LogRepair(store, leases)
@@ -130,14 +130,14 @@ class GenerationService:
             auditor=auditor,
         )
         metrics.set_capacity(settings.admission.max_queue)
-        metrics.watch_queue(lambda: self._admission.queue_state)
+        metrics.watch_queue(lambda: self.admission.queue_state)
         metrics.watch_replicas(
             lambda: [(each.role, each.pool, each.state) for each in pools.addressed_replicas()],
             pools.draft_pools,
             pools.num_faults.copy,
         )
         self._running: dict[SessionKey, Generation] = {}
-        self._readers = SessionReaders(self._admission.note_readers)
+        self._readers = SessionReaders(self.admission.note_readers)
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._is_draining = False
         self.is_leaving = False
@@ -185,7 +185,7 @@ class GenerationService:
                     raise _draining()
                 # Waits without the lock, so that readers of the running request, and its deletion, are not held up.
                 if running is None:
-                    slot = await self._admission.enter(self._slot_request(request))
+                    slot = await self.admission.enter(self._slot_request(request))
                 else:
                     await asyncio.wait([running.task], timeout=LEAVING_GRACE_S)
                     has_waited = True
@@ -212,19 +212,19 @@ class GenerationService:
         Raises Unavailable if the store cannot be reached.
         """
         lock = self._locks.setdefault(key, asyncio.Lock())
-        self._admission.withdraw(key, lambda: no_session(key.session_id))
+        self.admission.withdraw(key, lambda: no_session(key.session_id))
         async with lock:
             running = self._running.get(key)
             if running is not None:
                 running.cancel(no_session(key.session_id), CancelCause.SESSION_DELETED)
                 await asyncio.wait([running.task])
             await self._removal.remove(key)
-        self._admission.quotas.forget_session(key)
+        self.admission.quotas.forget_session(key)
 
     async def drain(self, grace_s: float) -> None:
         """Stop admission, let generations finish within `grace_s`, then cancel the others. All leases are released."""
         self._is_draining = True
-        self._admission.close(_draining)
+        self.admission.close(_draining)
         tasks = [generation.task for generation in self._running.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
@@ -279,7 +279,7 @@ class GenerationService:
 
         A tenant at its limit of streams gets no further one: the newest reader takes the place of the oldest.
         """
-        return self._readers.num_of(key) if self._admission.has_all_streams(key.tenant) else MAX_READERS
+        return self._readers.num_of(key) if self.admission.has_all_streams(key.tenant) else MAX_READERS
 
     async def _admit(self, request: GenerationRequest, began: float, slot: RunningSlot) -> Subscription:
         loaded = await self._store.of_tenant(request.tenant).load(request.session_id)
@@ -291,11 +291,11 @@ class GenerationService:
             return await self._resume(stored, request, began, slot)
         if record is not None and record.status == "running":
             raise SessionBusy(f"another request is running on session {request.session_id}")
-        quotas = self._admission.quotas
+        quotas = self.admission.quotas
         quotas.use_session(request.key, is_new=record is None)
         try:
             prepared = await self._turn_preparer.of_new_turn(
-                record, request, began, partial(self._admission.begin_tokens, slot)
+                record, request, began, partial(self.admission.begin_tokens, slot)
             )
         except BaseException:
             if record is None:
@@ -322,7 +322,7 @@ class GenerationService:
         self._metrics.observe_resumed()
         identity = resumed.turn.identity
         num_most_tokens = identity.output_start + identity.parameters.sampling.max_new_tokens
-        self._admission.reserve_tokens(slot, num_most_tokens)
+        self.admission.reserve_tokens(slot, num_most_tokens)
         return await self._start(resumed, num_held, slot)
 
     async def _start(self, prepared: PreparedTurn, num_held: int, slot: RunningSlot) -> Subscription:
@@ -334,7 +334,7 @@ class GenerationService:
         slot.hand_on()
         self._running[generation.turn.lease.key] = generation
         self._metrics.request_running(+1)
-        self._admission.note_readers(generation.turn.lease.key.tenant, -1)
+        self.admission.note_readers(generation.turn.lease.key.tenant, -1)
         self._activity.begin()
         generation.task.add_done_callback(lambda _: self._forget(generation, slot))
         return generation.subscribe(num_held)
@@ -343,7 +343,7 @@ class GenerationService:
         self._running.pop(generation.turn.lease.key, None)
         slot.release()
         self._metrics.request_running(-1)
-        self._admission.note_readers(generation.turn.lease.key.tenant, +1)
+        self.admission.note_readers(generation.turn.lease.key.tenant, +1)
         self._activity.end()
         stream = generation.stream
         if stream.num_tokens:

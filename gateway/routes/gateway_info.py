@@ -14,7 +14,7 @@ from gateway.answers import ERRORS, json_response
 from gateway.context import Gateway
 from gateway.upstream import Served
 from specdec.contract.errors import Unavailable
-from specdec.contract.version import __version__
+from specdec.contract.version import __version__, build_of
 
 _TARGET = "target"
 
@@ -39,8 +39,8 @@ def status_router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/version", response_model=None)
     async def version() -> Response:
-        """Return the version of this gateway."""
-        return json_response({"version": __version__})
+        """Return the version and the build of this gateway."""
+        return json_response({"version": __version__, "build": build_of("gateway")})
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -12,14 +12,27 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.color import ColorSystem
 from rich.style import Style
 
-from specdec.cli.checks import certificates, clocks, device_checks, installation, ports, redis_checks, tier_checks
+from specdec.cli.checks import (
+    certificates,
+    clocks,
+    coordinators,
+    device_checks,
+    gateway_checks,
+    installation,
+    ports,
+    redis_checks,
+    redis_writes,
+    rounds,
+    tier_checks,
+)
 from specdec.cli.checks.finding import Check, Finding, Status, findings_of
 from specdec.cli.checks.system import System, SystemAddresses
 from specdec.cli.json_output import add_json_flag, print_json
@@ -29,6 +42,7 @@ from specdec.cli.top import metrics_addresses_of
 from specdec.client import Client, Tls
 from specdec.client.endpoints import DEFAULT_ENDPOINT, ENDPOINT_VARIABLE
 from specdec.contract.errors import InvalidRequest
+from specdec.rpc.credentials import service_metadata
 
 _STYLES = {Status.OK: Style(color="green"), Status.WARN: Style(color="yellow"), Status.FAIL: Style(color="red")}
 _STATUS_COLUMNS, _NAME_COLUMNS = 6, 20
@@ -38,12 +52,17 @@ _MIN_TEXT_COLUMNS = 30
 _CALL_TIMEOUT_S = 5.0
 #: Time limits of checks that only read files, that connect, and that compile or import torch.
 _FILE_S, _CONNECT_S, _COMPILE_S = 10.0, 30.0, 300.0
+#: Time limit of checks that generate, in every draft pool one after another, and that may wait in a queue.
+_GENERATE_S = 120.0
+#: Longest wait for one generation.
+_GENERATION_TIMEOUT_S = 20.0
 
 #: Variables from which the flags take their defaults: those of the services, so that a doctor in a service's container
 #: checks what the service uses.
 _VARIABLES = {
     "redis_url": ("SPECDEC_COORDINATOR__REDIS_URL", "SPECDEC_TARGET__REDIS_URL", "SPECDEC_DRAFT__REDIS_URL"),
     "cluster": ("SPECDEC_COORDINATOR__CLUSTER", "SPECDEC_TARGET__CLUSTER", "SPECDEC_DRAFT__CLUSTER"),
+    "service_key": ("SPECDEC_COORDINATOR__SERVICE_KEY", "SPECDEC_TARGET__SERVICE_KEY", "SPECDEC_DRAFT__SERVICE_KEY"),
     "kv_tier_url": ("SPECDEC_TARGET__KV_TIER_URL", "SPECDEC_DRAFT__KV_TIER_URL"),
 }
 
@@ -56,6 +75,12 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     add_client_flags(parser, environ)
     _add_flag(parser, environ, "--redis-url", "URL", "Redis of the sessions and the registry, to check it")
     _add_flag(parser, environ, "--cluster", "NAME", "cluster of the registry in that Redis", "default")
+    parser.add_argument(
+        "--http", type=_http_url, default="", metavar="URL", help="HTTP gateway, to complete a prompt there"
+    )
+    _add_flag(
+        parser, environ, "--service-key", "FILE|env:NAME", "service key, to call the replicas of a system with one"
+    )
     _add_flag(parser, environ, "--kv-tier-url", "URL", "Redis of the KV tier, to check and measure it")
     for role in ("draft", "target"):
         parser.add_argument(
@@ -68,6 +93,17 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
         "--endpoint",
     )  # fmt: skip
     add_json_flag(parser, "lines")
+
+
+def _http_url(text: str) -> str:
+    """Return an argument that is the URL of a gateway. Raises ArgumentTypeError for anything else."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
+            return text
+    except ValueError:  # a port that is no number
+        pass
+    raise argparse.ArgumentTypeError(f"must be http://HOST:PORT or https://HOST:PORT, got {text[:64]!r}")
 
 
 def _add_flag(
@@ -106,17 +142,21 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
     is_given = bool(environ.get(ENDPOINT_VARIABLE)) or args.endpoint != DEFAULT_ENDPOINT
     tls = _usable_tls(args)
     require_private(args, tls, args.endpoint)
-
-    def connect() -> Client:
-        return Client(
-            args.endpoint, budgets=BUDGETS, api_key=args.api_key, timeout=_CALL_TIMEOUT_S, tls=tls or False,
-            insecure=args.insecure,
-        )  # fmt: skip
-
+    if args.http.startswith("http:"):
+        require_private(args, None, urlsplit(args.http).netloc)
     addresses = SystemAddresses(
-        args.endpoint, is_given, connect, args.redis_url, args.cluster, static, tls, bool(args.api_key)
+        args.endpoint,
+        is_given,
+        partial(_connect, args, tls, _CALL_TIMEOUT_S),
+        args.redis_url,
+        args.cluster,
+        static,
+        tls,
+        bool(args.api_key),
+        service_metadata(args.service_key, environ),
     )
     system = System(addresses)
+    generating = partial(_connect, args, tls, _GENERATION_TIMEOUT_S)
     metrics = args.metrics or list(metrics_addresses_of(args.endpoint))
     checks = [
         Check("versions", installation.check_packages, _FILE_S),
@@ -127,6 +167,8 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
         Check("gpu", device_checks.check_gpus, _COMPILE_S),
         Check("coordinator", system.check_coordinator, _CONNECT_S),
         Check("replicas", system.check_replicas, _CONNECT_S),
+        Check("coordinators", partial(coordinators.check_coordinators, system), 2 * _CONNECT_S),
+        Check("round", partial(rounds.check_rounds, system, generating), _GENERATE_S),
     ]
     if args.tls_cert or args.tls_key or args.tls_ca:
         files = partial(certificates.check_certificates, args.tls_cert, args.tls_key, args.tls_ca)
@@ -134,12 +176,30 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
     checks.append(Check("open ports", lambda: ports.check_ports(_known_ports(system)), _CONNECT_S))
     if args.redis_url:
         checks.append(Check("redis", partial(redis_checks.check_redis, args.redis_url), _CONNECT_S))
+        writes = partial(redis_writes.check_writes, args.redis_url, args.cluster)
+        checks.append(Check("redis writes", writes, _CONNECT_S))
+    if args.http:
+        files = Tls(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key)
+        gateway = gateway_checks.GatewayAddress(args.http, args.api_key, files)
+        checks.append(Check("gateway", partial(gateway_checks.check_gateway, gateway, system), _GENERATE_S))
     if metrics:
         checks.append(Check("clocks", partial(clocks.check_clocks, metrics), _CONNECT_S))
     if args.kv_tier_url:
         tier = partial(tier_checks.check_kv_tier, args.kv_tier_url, args.redis_url, system.target_model, metrics)
         checks.append(Check("kv tier", tier, _CONNECT_S))
     return checks
+
+
+def _connect(
+    args: argparse.Namespace, tls: Tls | None, timeout_s: float, endpoint: str, *, has_key: bool = True
+) -> Client:
+    """Return a client of the coordinator at an address; another one than `--endpoint` has the same certificate."""
+    if tls is not None and endpoint != args.endpoint:
+        tls = replace(tls, server_name=tls.server_name or args.endpoint.rpartition(":")[0].strip("[]"))
+    return Client(
+        endpoint, budgets=BUDGETS, api_key=args.api_key if has_key else None, timeout=timeout_s, tls=tls or False,
+        insecure=args.insecure,
+    )  # fmt: skip
 
 
 def _usable_tls(args: argparse.Namespace) -> Tls | None:
@@ -169,6 +229,7 @@ def _not_checked(args: argparse.Namespace) -> list[str]:
     """Return what was not named, with the flags that name it."""
     absent = {
         "the session store (--redis-url)": args.redis_url,
+        "the HTTP gateway (--http)": args.http,
         "the KV tier (--kv-tier-url)": args.kv_tier_url,
         "certificate files (--tls-cert, --tls-key, --tls-ca)": args.tls_cert or args.tls_ca,
     }

@@ -117,9 +117,9 @@ class LostReplica:
     """Pool of the replica; "" before its first description."""
     address: str
     state: str
-    """State: down | refused | late."""
+    """State: down | refused."""
     reason: str
-    """The coordinator's last words about it; "" for a replica that is late."""
+    """The coordinator's last words about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,8 @@ class ServerInfo:
     """Replicas that the coordinator has an address of and does not call, for operators."""
     lost_draft_pools: tuple[str, ...] = ()
     """Pools of draft replicas that have had one and have none in use now, for operators."""
+    max_running: int = 0
+    """Number of requests that the coordinator runs at once now; 0: an older release, which does not state it."""
 
 
 def read_server_info(message: pb.GetInfoResponse) -> ServerInfo:

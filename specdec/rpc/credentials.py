@@ -6,11 +6,14 @@ Called by `channels`, which dials and binds every address, and where failed call
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
 
+from specdec.access.service_key import read_service_key
 from specdec.access.tls import Pem, ReloadedFiles, Tls
+from specdec.rpc.handshake import Metadata
 
 #: What is wrong with the other side, by a part of gRPC's message about a handshake. The first match counts.
 _HANDSHAKE_FAILURES = (
@@ -31,6 +34,20 @@ _HANDSHAKE_FAILURES = (
 )
 #: gRPC's message about a connection that the other side closed before it was used.
 _CLOSED = re.compile("failed to connect to all addresses.*(Socket closed|[Cc]onnection reset|Broken pipe)")
+
+
+def service_metadata(source: str, environ: Mapping[str, str]) -> Metadata:
+    """Return gRPC metadata of a call as services make it to replicas; () if `source` is "".
+
+    Args:
+        source: a service key as `--service-key` names it.
+        environ: environment of the process.
+
+    Raises:
+        InvalidRequest: the key cannot be read.
+    """
+    key = read_service_key(source, environ)
+    return key.metadata if key else ()
 
 
 def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:

@@ -13,8 +13,8 @@ from specdec.contract.types import FinishReason
 from specdec.state.connection import DamagedValue
 from specdec.state.store import Commit, KvLocation, Lease, LogSeal, RequestRecord
 
-#: Schema of the sessions that this version stores. It rises when an older coordinator would misread them. Versions up to
-#: 0.2.0 store none, which means 1.
+#: Schema of the sessions that this version stores. It rises when an older coordinator would misread them. Sessions
+#: without one are of schema 1, as versions up to 0.2.0 store them.
 SCHEMA = 1
 
 _MAX_REASON_CHARACTERS = 300

@@ -412,7 +412,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling", "admin_address", "target_models", "adapters", "coordinator_id", "build", "is_registered", "lost_replicas", "lost_draft_pools")
+    __slots__ = ("version", "target_model", "vocabulary_fingerprint", "vocabulary_size", "max_context_tokens", "max_gamma", "pools", "promotion", "default_sampling", "admin_address", "target_models", "adapters", "coordinator_id", "build", "is_registered", "lost_replicas", "lost_draft_pools", "max_running")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -430,6 +430,7 @@ class GetInfoResponse(_message.Message):
     IS_REGISTERED_FIELD_NUMBER: _ClassVar[int]
     LOST_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     LOST_DRAFT_POOLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     version: str
     target_model: str
     vocabulary_fingerprint: str
@@ -447,7 +448,8 @@ class GetInfoResponse(_message.Message):
     is_registered: bool
     lost_replicas: _containers.RepeatedCompositeFieldContainer[LostReplica]
     lost_draft_pools: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., admin_address: _Optional[str] = ..., target_models: _Optional[_Iterable[_Union[TargetModelInfo, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., coordinator_id: _Optional[str] = ..., build: _Optional[str] = ..., is_registered: bool = ..., lost_replicas: _Optional[_Iterable[_Union[LostReplica, _Mapping]]] = ..., lost_draft_pools: _Optional[_Iterable[str]] = ...) -> None: ...
+    max_running: int
+    def __init__(self, version: _Optional[str] = ..., target_model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_gamma: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolInfo, _Mapping]]] = ..., promotion: _Optional[_Union[PromotionInfo, _Mapping]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., admin_address: _Optional[str] = ..., target_models: _Optional[_Iterable[_Union[TargetModelInfo, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., coordinator_id: _Optional[str] = ..., build: _Optional[str] = ..., is_registered: bool = ..., lost_replicas: _Optional[_Iterable[_Union[LostReplica, _Mapping]]] = ..., lost_draft_pools: _Optional[_Iterable[str]] = ..., max_running: _Optional[int] = ...) -> None: ...
 
 class LostReplica(_message.Message):
     __slots__ = ("role", "pool", "address", "state", "reason")

@@ -47,7 +47,7 @@ async def turn(coordinator: Coordinator, asked: pb.GenerateRequest, tenant: str)
 
 
 async def num_waiting(coordinator: Coordinator, count: int) -> None:
-    await eventually(lambda: coordinator.generations._admission.queue_state.num_waiting == count)
+    await eventually(lambda: coordinator.generations.admission.queue_state.num_waiting == count)
 
 
 async def held_slot(rig: Rig, coordinator: Coordinator) -> tuple[Any, Output]:
@@ -97,7 +97,7 @@ async def test_a_request_that_would_miss_its_deadline_is_refused_at_once_with_a_
     async with limited(max_running=1) as (rig, coordinator):
         await coordinator.generate(request(max_new_tokens=24))  # the speed is known from now on
         stream, output = await held_slot(rig, coordinator)
-        speeds = coordinator.generations._admission._slots._speeds
+        speeds = coordinator.generations.admission._slots._speeds
         speeds.note_end(100, running_s=3000.0)  # as if requests took minutes
         error = await refusal(coordinator.stub.Generate(request(), timeout=60.0).read())
         assert (error.reason, error.code) == ("QUEUE_FULL", "RESOURCE_EXHAUSTED")
@@ -133,7 +133,7 @@ async def test_a_generation_ends_within_a_round_of_its_callers_deadline_or_cance
                 stream.cancel()
             await eventually(lambda: coordinator.generations.num_running == 0)  # although no round can end
             rig.target.worker.gate.set()
-        assert coordinator.generations._admission._slots.num_running == 0
+        assert coordinator.generations.admission._slots.num_running == 0
 
 
 LIMITS = Limits(
@@ -209,7 +209,7 @@ async def unread_replays(coordinator: Coordinator, tenant: str, number: int) -> 
     message = request(None, session_id="held", resume_from=0).SerializeToString()
     path, header = b"/specdec.v1.CoordinatorService/Generate", literal(TENANT_KEY.encode(), tenant.encode())
     calls = [unread_call(coordinator.server.address, path, message, header) for _ in range(number)]
-    await eventually(lambda: coordinator.generations._admission._readers[tenant] == number)
+    await eventually(lambda: coordinator.generations.admission._readers[tenant] == number)
     return calls
 
 
@@ -226,7 +226,7 @@ async def test_replays_that_are_not_read_count_as_streams_of_their_tenant() -> N
         assert len((await turn(coordinator, request(), "b")).token_ids) == 24
         for call in calls:
             call.close()
-        await eventually(lambda: not coordinator.generations._admission._readers)
+        await eventually(lambda: not coordinator.generations.admission._readers)
         again = await turn(coordinator, request(None, session_id="held", resume_from=0), "a")
         assert again.token_ids == finished.token_ids
 
@@ -251,7 +251,7 @@ async def test_replays_count_in_the_limit_of_requests_of_a_coordinator() -> None
         assert (error.reason, error.retryable, "--max-queue" in error.message) == ("QUEUE_FULL", True, True)
         for call in calls:
             call.close()
-        await eventually(lambda: not coordinator.generations._admission._readers)
+        await eventually(lambda: not coordinator.generations.admission._readers)
         assert len((await turn(coordinator, request(), "b")).token_ids) == 24
 
 
@@ -272,7 +272,7 @@ async def test_reserved_tokens_of_a_tenants_requests_are_limited_together() -> N
         assert {len(output.token_ids) for output in await asyncio.gather(running, other)} == {60}
         await eventually(lambda: coordinator.generations.num_running == 0)
         assert len((await turn(coordinator, request(max_new_tokens=60), "a")).token_ids) == 60
-        assert not coordinator.generations._admission.quotas._reserved
+        assert not coordinator.generations.admission.quotas._reserved
 
 
 async def test_a_batch_waits_for_kv_blocks_and_a_request_that_can_never_have_enough_is_refused_at_once() -> None:
@@ -289,7 +289,7 @@ async def test_a_queue_that_would_last_longer_than_the_limit_is_refused_with_a_t
     async with limited(max_running=1, max_wait_s=60.0) as (rig, coordinator):
         await coordinator.generate(request(max_new_tokens=200, ignore_eos=True))  # the speed is known from now on
         stream, output = await held_slot(rig, coordinator)
-        coordinator.generations._admission._slots._speeds.note_end(100, running_s=3000.0)  # as if they took minutes
+        coordinator.generations.admission._slots._speeds.note_end(100, running_s=3000.0)  # as if they took minutes
         first = asyncio.create_task(coordinator.generate(request(session_id="first", max_new_tokens=6)))
         await num_waiting(coordinator, 1)  # one may wait for each slot
         error = await refusal(coordinator.generate(request(session_id="second")))

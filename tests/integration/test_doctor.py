@@ -138,8 +138,8 @@ def test_bad_certificates_and_a_redis_that_is_away_fail_by_name(
 
 
 def test_without_a_system_at_the_default_endpoint_it_only_warns() -> None:
-    def connect() -> Client:
-        return Client(NOWHERE, budgets=BUDGETS)
+    def connect(endpoint: str, *, has_key: bool = True) -> Client:
+        return Client(endpoint, budgets=BUDGETS)
 
     (finding,) = System(SystemAddresses(NOWHERE, False, connect)).check_coordinator()
     assert (finding.status, "nothing answers" in finding.found) == (Status.WARN, True)
@@ -213,8 +213,8 @@ async def test_replicas_that_answer_services_alone_are_alive_and_open_services_b
         rig.target.servicer.add_to(server.grpc_server)
         await server.start()
 
-        def connect() -> Client:
-            return Client(coordinator.server.address, budgets=BUDGETS)
+        def connect(endpoint: str, *, has_key: bool = True) -> Client:
+            return Client(endpoint, budgets=BUDGETS)
 
         beyond = rig.draft.address.replace("127.0.0.1", "0.0.0.0")  # as an address of a network
         static = [("target", server.address), ("draft", beyond)]

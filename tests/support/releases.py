@@ -27,6 +27,8 @@ from tests.support.stack import START_TIMEOUT_S, free_port, is_serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("specdec", "coordinator", "draft_service", "target_service", "gateway")
+_NEWEST_TAG = ("describe", "--tags", "--abbrev=0", "--match", "v*")
+_NEWEST_RELEASE = ("log", "-1", "--format=%H", "--extended-regexp", "--grep=^Release [0-9]+[.][0-9]+[.][0-9]+$")
 _POLL_S = 0.1
 #: Longest wait for the end of a service, which first drains.
 _STOP_S = 180.0
@@ -34,8 +36,7 @@ _STOP_S = 180.0
 
 def last_release() -> str:
     """Return the tag or commit of the last release; skip the test in a clone without history."""
-    for command in (("describe", "--tags", "--abbrev=0", "--match", "v*"),
-                    ("log", "-1", "--format=%H", "--extended-regexp", "--grep=^Release [0-9]+[.][0-9]+[.][0-9]+$")):  # fmt: skip
+    for command in (_NEWEST_TAG, _NEWEST_RELEASE):
         found = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False)
         if found.returncode == 0 and found.stdout.strip():
             return found.stdout.strip()

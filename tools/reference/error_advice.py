@@ -49,8 +49,8 @@ ADVICE = {
     "REQUEST_TOO_LARGE": "The body of the request is larger than `--max-body-bytes` of the gateway. Over HTTP only.",
     "RESPONSE_NOT_FOUND": "The response expired with its session, was deleted, or was not stored (`store: false`). "
     "Send the whole conversation instead of `previous_response_id`. Over HTTP only.",
-    "SCHEMA_TOO_NEW": "A newer version stored the session. Clients find a coordinator of that version by themselves, if "
-    "there is one; otherwise upgrade, or delete the session.",
+    "SCHEMA_TOO_NEW": "A newer version stored the session. Clients find a coordinator of that version by themselves, "
+    "if there is one; otherwise upgrade, or delete the session.",
     "SESSION_BUSY": "A session runs one request at a time. Wait, or join the running request with its `request_id`. "
     "The lease of a coordinator that died ends after `--lease-ttl-s`.",
     "SESSION_LOST": "The session holds other tokens than the caller expects: it expired, it was deleted, or Redis lost "

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from specdec.cli.checks.comparisons import (
+    compare_models,
+    compare_versions,
+    compare_vocabularies,
+    coordinator_build,
+    listed,
+    state_room,
+)
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.client import Client, ServerInfo, Tls
 from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import DeadlineExceeded, Forbidden, SpecdecError, Unauthenticated, Unavailable
-from specdec.contract.version import __version__
+from specdec.rpc.handshake import Metadata
 from specdec.settings.addresses import is_loopback
 
-#: Replicas that are named in one line.
-_MAX_NAMED = 3
-_SHOWN_CHARACTERS = 8
 #: Words of gRPC before the reason why a connection failed.
 _GRPC_REFUSAL = "Failed to connect to remote host: "
+
+
+class Connect(Protocol):
+    """Returns a client of the coordinator at an address, which sends the caller's key, if it has one, or none."""
+
+    def __call__(self, endpoint: str, *, has_key: bool = True) -> Client: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +40,7 @@ class SystemAddresses:
     endpoint: str
     is_endpoint_given: bool
     """Set if a user named the endpoint; nothing has to serve at the default one."""
-    connect: Callable[[], Client]
+    connect: Connect
     redis_url: str = ""
     cluster: str = "default"
     """Name of the cluster in whose part of Redis the registry is."""
@@ -38,6 +50,8 @@ class SystemAddresses:
     """Credentials of connections; None: plaintext."""
     has_credential: bool = False
     """Set if `connect` sends a key."""
+    metadata: Metadata = ()
+    """Credential of calls to replicas: the service key; (): none."""
 
 
 @dataclass(slots=True)
@@ -50,6 +64,14 @@ class System:
     """Descriptions of replicas by address."""
     coordinators: dict[str, EngineInfo] = field(default_factory=dict)
     """Records of coordinators by address."""
+    registered: dict[str, EngineInfo] = field(default_factory=dict)
+    """Records of replicas by address, also of those that do not answer."""
+    has_registry: bool = False
+    """Set if the registry was read."""
+    failed: set[str] = field(default_factory=set)
+    """Addresses of replicas that gave no description."""
+    plaintext: set[str] = field(default_factory=set)
+    """Addresses of replicas that answered without TLS."""
     closed: dict[str, str] = field(default_factory=dict)
     """Roles of replicas that answer services alone and that no record describes, by address."""
     open_callers: list[str] = field(default_factory=list)
@@ -64,7 +86,7 @@ class System:
         """Ask the coordinator what it serves."""
         endpoint = self.addresses.endpoint
         try:
-            with self.addresses.connect() as client:
+            with self.addresses.connect(endpoint) as client:
                 self.info = client.info()
         except (Unavailable, DeadlineExceeded) as error:
             if self.addresses.is_endpoint_given:
@@ -78,12 +100,7 @@ class System:
             return
         if not self.addresses.has_credential and not is_local(endpoint):
             self.open_callers.append(f"coordinator at {endpoint}")
-        version = self.info.version
-        if version != __version__:
-            yield warn("coordinator", f"{endpoint} runs specdec {version}, and this is {__version__}",
-                       "run the doctor of the same version")  # fmt: skip
-        else:
-            yield ok("coordinator", f"{endpoint} answers, specdec {version}")
+        yield coordinator_build(self.info, endpoint)
 
     def check_replicas(self) -> Iterator[Finding]:
         """Ask every known replica for its description, and compare the descriptions."""
@@ -98,9 +115,13 @@ class System:
             yield ok("replicas", f"{hidden['target']} target, {hidden['draft']} draft; operators see their addresses")
         elif roles or num_failed or self.info is not None:
             yield self._replica_finding(roles, num_failed)
-        yield from self._compare()
+        services = {**self.coordinators, **self.engines}
+        yield from compare_vocabularies(self.info, self.addresses.endpoint, services)
+        yield from compare_models(self.engines)
+        yield from compare_versions(services)
+        yield from state_room(self.info, self.engines)
         if self.open_callers:
-            yield warn("callers", f"callers without a key are answered by {_listed(self.open_callers)}",
+            yield warn("callers", f"callers without a key are answered by {listed(self.open_callers)}",
                        "give coordinators --api-keys, and all services one --service-key")  # fmt: skip
 
     def _replica_finding(self, roles: Counter[str], num_failed: int) -> Finding:
@@ -133,19 +154,22 @@ class System:
             except SpecdecError as error:
                 failures.append(fail("registry", error.message, "see the check of Redis"))
         known |= {address: record.role for address, record in self.engines.items()}
-        answers = await asyncio.gather(
-            *(_describe(role, address, self.addresses.tls) for address, role in known.items())
-        )
+        answers = await asyncio.gather(*(self._describe(role, address) for address, role in known.items()))
         for (address, role), answer in zip(known.items(), answers, strict=True):
             if isinstance(answer, EngineInfo):
                 self.engines[address] = answer
                 if not is_local(address) and not (self.addresses.tls and self.addresses.tls.cert):
                     self.open_callers.append(f"{role} at {address}")
+            elif isinstance(answer, Unauthenticated | Forbidden) and self.addresses.metadata:
+                self.failed.add(address)
+                failures.append(fail("replica", f"{role} at {address} refuses the service key: {answer.message}",
+                                     "give all services one --service-key"))  # fmt: skip
             elif isinstance(answer, Unauthenticated | Forbidden):  # it lives; the registry may describe it
                 if address not in self.engines:
                     self.closed[address] = role
             else:
                 self.engines.pop(address, None)
+                self.failed.add(address)
                 reason = answer.message.rpartition(_GRPC_REFUSAL)[2].removeprefix(f"{address}: ")
                 failures.append(fail("replica", f"{role} at {address} does not answer: {reason}",
                                      "look at its log, and whether this machine may reach its port"))  # fmt: skip
@@ -158,31 +182,23 @@ class System:
         registry = open_registry(self.addresses.redis_url, cluster=self.addresses.cluster)
         try:
             for role in ("target", "draft"):
-                self.engines |= {record.address: record.engine for record in await registry.replicas(role)}
+                self.registered |= {record.address: record.engine for record in await registry.replicas(role)}
+            self.engines |= self.registered
             records = await registry.replicas(COORDINATOR)
             self.coordinators = {record.address: record.engine for record in records}
+            self.has_registry = True
         finally:
             await registry.close()
 
-    def _compare(self) -> Iterator[Finding]:
-        everything = {**self.coordinators, **self.engines}
-        if self.info is not None:
-            reference, whose = self.info.vocabulary_fingerprint, f"the coordinator at {self.addresses.endpoint}"
-        else:
-            fingerprints = Counter(engine.vocabulary_fingerprint for engine in everything.values())
-            reference, whose = fingerprints.most_common(1)[0][0] if fingerprints else "", "most others"
-        others = [
-            f"{_named(address, engine)} has {_short(engine.vocabulary_fingerprint)}"
-            for address, engine in everything.items()
-            if engine.vocabulary_fingerprint != reference
-        ]
-        if others:
-            yield fail("vocabularies", f"{whose} has {_short(reference)}, {_listed(others)}; it is not used",
-                       "serve models with one tokenizer, and give the coordinator the target's")  # fmt: skip
-        elif everything:
-            yield ok("vocabularies", f"equal: {_short(reference)}")
-        yield from _compare_models(self.engines)
-        yield from _compare_versions(everything)
+    async def _describe(self, role: str, address: str) -> EngineInfo | SpecdecError:
+        """Return a replica's answer. With TLS, a replica that does not answer is asked in plaintext, too."""
+        answer = await _ask(role, address, self.addresses, self.addresses.tls)
+        if self.addresses.tls is not None and isinstance(answer, Unavailable):
+            plain = await _ask(role, address, self.addresses, None)
+            if not isinstance(plain, Unavailable):
+                self.plaintext.add(address)
+                return plain
+        return answer
 
 
 def is_local(address: str) -> bool:
@@ -193,60 +209,13 @@ def is_local(address: str) -> bool:
         return True
 
 
-def _compare_models(engines: dict[str, EngineInfo]) -> Iterator[Finding]:
-    pools: dict[tuple[str, str], dict[str, str]] = {}
-    for address, engine in engines.items():
-        pool = pools.setdefault((engine.role, engine.pool), {})
-        pool[f"{engine.model_fingerprint[:_SHOWN_CHARACTERS]} {engine.dtype}"] = address
-    mixed = [
-        f"{role} pool {name} has {' and '.join(f'{model} at {address}' for model, address in models.items())}"
-        for (role, name), models in pools.items()
-        if len(models) > 1
-    ]
-    if mixed:
-        yield warn("models", _listed(mixed), "give each pool one model and one dtype; finish the upgrade")
-    elif engines:
-        yield ok("models", f"one model in each of {len(pools)} pools")
-
-
-def _compare_versions(engines: dict[str, EngineInfo]) -> Iterator[Finding]:
-    versions = {engine.version: _named(address, engine) for address, engine in engines.items()}
-    if len(versions) > 1:
-        named = [f"{version} at {where}" for version, where in versions.items()]
-        yield warn("service versions", _listed(named), "finish the upgrade: replace the older processes")
-    elif versions:
-        yield ok("service versions", f"all {next(iter(versions))}")
-
-
-async def _describe(role: str, address: str, tls: Tls | None) -> EngineInfo | SpecdecError:
-    """Return a replica's answer. With `tls`, a replica that does not answer is asked in plaintext, too."""
-    answer = await _ask(role, address, tls)
-    return await _ask(role, address, None) if tls is not None and isinstance(answer, Unavailable) else answer
-
-
-async def _ask(role: str, address: str, tls: Tls | None) -> EngineInfo | SpecdecError:
+async def _ask(role: str, address: str, addresses: SystemAddresses, tls: Tls | None) -> EngineInfo | SpecdecError:
     from specdec.rpc.client import open_link
 
-    link = open_link(role, address, tls=tls)
+    link = open_link(role, address, metadata=addresses.metadata, tls=tls)
     try:
         return await link.info()
     except SpecdecError as error:
         return error
     finally:
         await link.close()
-
-
-def _named(address: str, engine: EngineInfo) -> str:
-    pool = f" (pool {engine.pool})" if engine.pool else ""
-    return f"{engine.role} {engine.replica_id} at {address}{pool}"
-
-
-def _short(fingerprint: str) -> str:
-    return fingerprint[:_SHOWN_CHARACTERS] or "none"
-
-
-def _listed(texts: Iterable[str]) -> str:
-    """Return texts as a list that names the first few."""
-    every = list(texts)
-    more = f"; and {len(every) - _MAX_NAMED} more" if len(every) > _MAX_NAMED else ""
-    return "; ".join(every[:_MAX_NAMED]) + more
