@@ -321,12 +321,17 @@ proto-check: $(PROTOC_VENV)/.installed  ## fail when specdec/v1 is not what prot
 		&& echo "specdec/v1 is what protos/ generates" \
 		|| { echo "error: specdec/v1 drifted from protos/: run make proto and commit" >&2; exit 1; }
 
-# Clients and replicas of the last release must understand the protocol of the next one.
-proto-breaking:  ## fail if protos/ breaks clients or replicas of the last tag
-	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); \
-	if [ -z "$$tag" ]; then echo "buf breaking left out: there is no tag yet"; \
+# Clients and replicas of the last release must understand the protocol of the next one. A clone without tags has the
+# commit of the release.
+LAST_RELEASE = git describe --tags --abbrev=0 --match 'v*' 2>/dev/null \
+	|| git log -1 --format=%H --extended-regexp --grep='^Release [0-9]+[.][0-9]+[.][0-9]+$$'
+
+proto-breaking:  ## fail if protos/ breaks clients or replicas of the last release
+	@release=$$($(LAST_RELEASE)); \
+	if [ -z "$$release" ]; then echo "buf breaking left out: this clone has no release"; \
 	elif ! command -v npx >/dev/null; then echo "buf breaking left out: no npx on the PATH"; \
-	else echo "$(BUF) breaking, against $$tag"; $(BUF) breaking --against "$$(git rev-parse --git-common-dir)#tag=$$tag"; fi
+	else echo "$(BUF) breaking, against $$release"; \
+		$(BUF) breaking --against "$$(git rev-parse --git-common-dir)#ref=$$release"; fi
 
 # kubectl and the linters have a separate environment, because checkov pins versions of packages of ours.
 K8S_VENV := .venv-k8s

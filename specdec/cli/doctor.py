@@ -75,9 +75,7 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     add_client_flags(parser, environ)
     _add_flag(parser, environ, "--redis-url", "URL", "Redis of the sessions and the registry, to check it")
     _add_flag(parser, environ, "--cluster", "NAME", "cluster of the registry in that Redis", "default")
-    parser.add_argument(
-        "--http", type=_http_url, default="", metavar="URL", help="HTTP gateway, to complete a prompt there"
-    )
+    parser.add_argument("--http", type=_http_url, metavar="URL", help="HTTP gateway, to complete a prompt there")
     _add_flag(
         parser, environ, "--service-key", "FILE|env:NAME", "service key, to call the replicas of a system with one"
     )
@@ -101,7 +99,7 @@ def _http_url(text: str) -> str:
         parts = urlsplit(text)
         if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
             return text
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         pass
     raise argparse.ArgumentTypeError(f"must be http://HOST:PORT or https://HOST:PORT, got {text[:64]!r}")
 
@@ -142,7 +140,7 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
     is_given = bool(environ.get(ENDPOINT_VARIABLE)) or args.endpoint != DEFAULT_ENDPOINT
     tls = _usable_tls(args)
     require_private(args, tls, args.endpoint)
-    if args.http.startswith("http:"):
+    if args.http and args.http.startswith("http:"):
         require_private(args, None, urlsplit(args.http).netloc)
     addresses = SystemAddresses(
         args.endpoint,
@@ -179,8 +177,8 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
         writes = partial(redis_writes.check_writes, args.redis_url, args.cluster)
         checks.append(Check("redis writes", writes, _CONNECT_S))
     if args.http:
-        files = Tls(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key)
-        gateway = gateway_checks.GatewayAddress(args.http, args.api_key, files)
+        trusted = Tls(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key)
+        gateway = gateway_checks.GatewayAddress(args.http, args.api_key, trusted)
         checks.append(Check("gateway", partial(gateway_checks.check_gateway, gateway, system), _GENERATE_S))
     if metrics:
         checks.append(Check("clocks", partial(clocks.check_clocks, metrics), _CONNECT_S))

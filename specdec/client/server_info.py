@@ -124,7 +124,7 @@ class LostReplica:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What is left on a replica, or on a coordinator, that takes no new sessions."""
+    """The rest on a replica, or on a coordinator, that takes no new sessions."""
 
     replica_id: str
     role: str

@@ -14,9 +14,9 @@ SpecdecError
 ├── StaleEpoch            ABORTED              STALE_EPOCH
 ├── LeaseLost             ABORTED              LEASE_LOST
 ├── ResourceExhausted     RESOURCE_EXHAUSTED   QUEUE_FULL, KV_EXHAUSTED, QUOTA_EXCEEDED, REPLICA_BUSY (draft link only)
-├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING, SCHEMA_TOO_NEW; in the SDK
-│                                              alone COORDINATOR_UNAVAILABLE; at the command line alone
-│                                              ADDRESS_IN_USE
+├── Unavailable           UNAVAILABLE          REPLICA_UNAVAILABLE, STORE_UNAVAILABLE, DRAINING, SCHEMA_TOO_NEW; in the
+│                                              SDK alone COORDINATOR_UNAVAILABLE; at the command line
+│                                              alone ADDRESS_IN_USE
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    DEADLINE_EXCEEDED  (in the SDK alone)
 ├── ClientClosed          CANCELLED            CLIENT_CLOSED      (in the SDK alone)
 ├── Unauthenticated       UNAUTHENTICATED      UNAUTHENTICATED

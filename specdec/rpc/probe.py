@@ -1,4 +1,4 @@
-"""A round of a session of its own, by which a program that is no coordinator sees that a replica really computes."""
+"""A round of a new session, by which programs other than coordinators see that a replica really computes."""
 
 from __future__ import annotations
 

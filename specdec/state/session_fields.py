@@ -39,7 +39,7 @@ def check_schema(session_id: str, stored: bytes) -> None:
 
     Raises:
         Unavailable: a newer version stored it; another coordinator may be of that version (SCHEMA_TOO_NEW).
-        ValueError: the field is no schema.
+        ValueError: the field is damaged.
     """
     schema = read_number({"schema": stored.decode(errors="replace")}, "schema")
     if schema > SCHEMA:

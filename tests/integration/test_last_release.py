@@ -16,7 +16,8 @@ import pytest
 from bench.systems.simulated import write_tokenizer
 from specdec.client import Budgets, Client
 from tests.support.redis_fixture import redis_server
-from tests.support.releases import ROOT, Services, last_release, unpack
+from tests.support.releases import last_release, unpack
+from tests.support.services import ROOT, Services
 from tests.support.stack import free_port
 
 __all__ = ["redis_server"]

@@ -65,7 +65,7 @@ def _unknown_to(system: System, info: ServerInfo) -> list[str]:
     while True:
         known = {replica.address for pool in latest.pools for replica in pool.replicas}
         known |= {lost.address for lost in latest.lost_replicas}
-        if "" in known:  # the caller is no operator, so addresses are hidden
+        if "" in known:  # addresses are hidden from callers without the right operate
             return []
         unknown = [
             named(address, engine)

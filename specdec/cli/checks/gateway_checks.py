@@ -44,7 +44,7 @@ class GatewayAddress:
 
 
 class _Refused(Exception):
-    """An answer that is no success; its text is the gateway's."""
+    """An answer with a status of failure; its text is the gateway's."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -76,8 +76,9 @@ def check_gateway(gateway: GatewayAddress, system: System) -> Iterator[Finding]:
         return
     with _failures(where) as failures:
         yield _version(where, _call(gateway, "/version")[0])
-        model = _first_model(_call(gateway, "/v1/models")[0])
-        wanted = {"model": model, "prompt": "1 2 3 4", "max_tokens": _NUM_TOKENS, "temperature": 0}
+        model, vocabulary_size = _first_model(_call(gateway, "/v1/models")[0])
+        prompt = [vocabulary_size // 2, vocabulary_size // 3]  # ids that every tokenizer has
+        wanted = {"model": model, "prompt": prompt, "max_tokens": _NUM_TOKENS, "temperature": 0}
         done, _ = _call(gateway, "/v1/completions", wanted)
         yield from _same_system(gateway, system, str(done.get("session_id", "")))
         yield ok("gateway", f"{where} serves {model}, and completed a prompt")
@@ -103,9 +104,9 @@ def _call(
     """Return the JSON object and the headers of an answer.
 
     Raises:
-        _Refused: the status is none of success.
+        _Refused: the status is one of failure.
         OSError, HTTPException: there is no answer.
-        ValueError: the answer is no JSON object.
+        ValueError: the answer is something else than a JSON object.
     """
     url = urlsplit(gateway.url)
     if url.scheme == "https":
@@ -161,9 +162,10 @@ def _version(where: str, answer: Mapping[str, Any]) -> Finding:
     return ok("gateway", f"{where} runs specdec {version}, build {build}")
 
 
-def _first_model(answer: Mapping[str, Any]) -> str:
-    """Return the name that completions may give. Raises ValueError, LookupError or TypeError for an invalid answer."""
-    return str(answer["data"][0]["id"])
+def _first_model(answer: Mapping[str, Any]) -> tuple[str, int]:
+    """Return name and vocabulary size of a model. Raises ValueError, LookupError or TypeError for another answer."""
+    model = answer["data"][0]
+    return str(model["id"]), int(model["specdec"]["vocabulary_size"])
 
 
 def _same_system(gateway: GatewayAddress, system: System, session_id: str) -> Iterator[Finding]:
