@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from coordinator.generation.generation_service import GenerationService
@@ -17,12 +18,24 @@ from coordinator.replicas.replica import Replica
 from specdec.contract.errors import NotFound, SpecdecError
 from specdec.state.live_coordinators import COORDINATOR
 from specdec.state.store import ReplicaRegistry
-from specdec.v1 import coordinator_pb2
 
 #: Largest number of names in an error message, and characters of a name that is unknown.
 _MAX_LISTED, _MAX_SHOWN = 16, 64
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The rest on a replica, or on this coordinator, that takes no new sessions: the proto's `DrainResponse`."""
+
+    replica_id: str
+    role: str
+    pool: str
+    address: str
+    num_streams: int
+    num_sessions: int
+    is_last: bool
 
 
 class Drains:
@@ -43,7 +56,7 @@ class Drains:
         self.on_leaving: Callable[[bool], Awaitable[None]] | None = None
         """Awaited with whether this coordinator takes no new requests from now on."""
 
-    async def drain(self, name: str, *, undo: bool) -> coordinator_pb2.DrainResponse:
+    async def drain(self, name: str, *, undo: bool) -> Drained:
         """Drain a replica or this coordinator, or undo that, and return what is left there.
 
         Raises:
@@ -58,30 +71,32 @@ class Drains:
         if not chosen:
             raise NotFound(await self._unknown(name, known), reason="REPLICA_NOT_FOUND", field="replica_id")
         replica = chosen[0]
-        left = await replica.link.set_draining(not undo)
+        num_streams, num_sessions = await replica.link.set_draining(not undo)
         replica.on_doubt()  # asks for its new description at once
         others = [each for each in known if each is not replica and each.takes_sessions and _replaces(each, replica)]
-        return coordinator_pb2.DrainResponse(
+        return Drained(
             replica_id=_name_of(replica),
             role=replica.role,
             pool=replica.pool,
             address=replica.address,
-            num_streams=left.num_streams,
-            num_sessions=left.num_sessions,
+            num_streams=num_streams,
+            num_sessions=num_sessions,
             is_last=not others,
         )
 
-    async def _drain_itself(self, *, undo: bool) -> coordinator_pb2.DrainResponse:
+    async def _drain_itself(self, *, undo: bool) -> Drained:
         if self._generations.is_leaving == undo:
             self._generations.is_leaving = not undo
             if self.on_leaving is not None:
                 await self.on_leaving(not undo)
         own_id = self._generations.coordinator_id
-        return coordinator_pb2.DrainResponse(
+        return Drained(
             replica_id=own_id,
             role=COORDINATOR,
+            pool="",
             address=self.address,
             num_streams=self._generations.num_running,
+            num_sessions=0,
             is_last=not [each for each in await self._coordinators() if each != own_id],
         )
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -291,7 +291,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise Forbidden("a drain affects all tenants, so only operators may ask for one")
         if not request.replica_id:
             raise InvalidRequest("replica_id must name a replica, got none", field="replica_id")
-        return await self.drains.drain(request.replica_id, undo=request.undo)
+        drained = await self.drains.drain(request.replica_id, undo=request.undo)
+        return coordinator_pb2.DrainResponse(**asdict(drained))
 
     def _promoted(self, promotion: PromotionRecord | None) -> coordinator_pb2.PromoteResponse:
         return coordinator_pb2.PromoteResponse(

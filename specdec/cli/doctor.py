@@ -157,6 +157,7 @@ def _checks(args: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[Ch
     generating = partial(_connect, args, tls, _GENERATION_TIMEOUT_S)
     metrics = args.metrics or list(metrics_addresses_of(args.endpoint))
     checks = [
+        Check("registry", system.check_registry, _CONNECT_S),
         Check("versions", installation.check_packages, _FILE_S),
         Check("native kernels", installation.check_kernels, _COMPILE_S),
         Check("cache folder", partial(installation.check_cache, environ), _FILE_S),

@@ -233,18 +233,19 @@ class Link(Generic[RequestT, ReplyT]):
         )
         await self._unary("Release", request, common_pb2.ReleaseResponse)
 
-    async def set_draining(self, draining: bool) -> common_pb2.SetDrainingResponse:
-        """Let the replica refuse new sessions, or accept them again; return what is left there. Idempotent.
+    async def set_draining(self, draining: bool) -> tuple[int, int]:
+        """Let the replica refuse new sessions, or accept them again. Idempotent.
+
+        Returns:
+            The number of streams that still run there, and the number of sessions whose KV it holds.
 
         Raises:
             Unsupported: it is a replica of an earlier version.
             Unavailable: it cannot be reached, or does not answer in time.
         """
         request = common_pb2.SetDrainingRequest(draining=draining)
-        answer: common_pb2.SetDrainingResponse = await self._unary(
-            "SetDraining", request, common_pb2.SetDrainingResponse
-        )
-        return answer
+        answer = await self._unary("SetDraining", request, common_pb2.SetDrainingResponse)
+        return answer.num_streams, answer.num_sessions
 
     async def score(self, request: ScoreRequest) -> Score:
         """Ask with which probabilities the draft would have drawn committed tokens. Read-only, so it may be repeated.

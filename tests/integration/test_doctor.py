@@ -7,22 +7,28 @@ import json
 import ssl
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis
 
 from specdec.access.callers import Callers
 from specdec.access.guards import replica_guard
 from specdec.access.service_key import ServiceKey
 from specdec.cli.__main__ import run
 from specdec.cli.checks.certificates import check_certificates
+from specdec.cli.checks.comparisons import compare_versions, state_room
 from specdec.cli.checks.finding import Check, Finding, Status, findings_of, ok
 from specdec.cli.checks.ports import Port, check_ports, own_ports
 from specdec.cli.checks.redis_checks import clock_finding
+from specdec.cli.checks.redis_writes import check_writes
 from specdec.cli.checks.system import System, SystemAddresses
 from specdec.cli.request_flags import BUDGETS
-from specdec.client import Client
+from specdec.client import Client, ServerInfo
+from specdec.contract.engine_api import EngineInfo
 from specdec.rpc.service_server import TARGET_SERVICE, ServiceServer
+from specdec.state.live_coordinators import coordinator_info
 from specdec.state.redis_store import open_registry
 from specdec.state.store import ReplicaRecord
 from tests.support.certificates import Authority
@@ -32,8 +38,16 @@ from tests.support.table_services import Service, start_service
 
 NOWHERE = "127.0.0.1:1"
 TTL_S = 600.0
-SYSTEM_CHECKS = ("versions", "coordinator", "replicas", "vocabularies", "models", "service versions")
-REDIS_CHECKS = ("redis role", "redis eviction", "redis memory", "redis persistence", "redis access", "clock")
+SYSTEM_CHECKS = ("versions", "coordinator", "replicas", "vocabularies", "models", "service versions", "registry")
+REDIS_CHECKS = (
+    "redis writes",
+    "redis role",
+    "redis eviction",
+    "redis memory",
+    "redis persistence",
+    "redis access",
+    "clock",
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +93,7 @@ async def test_a_healthy_system_has_no_failure_and_a_draft_of_another_vocabulary
         for name in (*SYSTEM_CHECKS, *REDIS_CHECKS):
             assert statuses(found, name) == ["ok"], found[name]
         assert "2 of 2 answer: 1 target, 1 draft" in found["replicas"][0][1]
+        assert statuses(found, "round") == ["ok"] * 3  # the replicas, the coordinator and the draft pool
 
         stranger = await start_service("draft", salt=7, pool="prose", vocabulary="another")
         lost = await start_service("target", salt=8)
@@ -112,6 +127,58 @@ def test_a_redis_that_evicts_and_keeps_nothing_and_is_the_tier_as_well_fails(
     assert statuses(found, "kv tier") == ["fail"]
     assert "MB/s" in found["kv tier speed"][0][1]
     assert statuses(found, "coordinator") == ["fail"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [("maxmemory", "1mb", "memory is full"), ("min-replicas-to-write", "1", "NOREPLICAS"), ("", "", "")],
+)
+def test_a_redis_that_refuses_writes_is_found_by_writing(
+    store: RedisServer, setting: str, value: str, words: str
+) -> None:
+    with redis.Redis.from_url(store.url) as client:
+        if setting:
+            client.config_set(setting, value)
+        try:
+            (finding,) = check_writes(store.url, "default")
+        finally:
+            client.config_set("maxmemory", 0)
+            client.config_set("min-replicas-to-write", 0)
+        assert not [key for key in client.scan_iter() if b"doctor" in key]
+    assert finding.status == (Status.FAIL if setting else Status.OK)
+    assert words in finding.found
+
+
+def engine(role: str, version: str, build: str, *, num_states: int = 0) -> EngineInfo:
+    info = coordinator_info(
+        f"{role}-1", version=version, model="m", vocabulary_fingerprint="v", num_running=0, draining=False
+    )
+    return replace(info, role=role, build=build, num_states=num_states)
+
+
+@pytest.mark.parametrize(
+    ("others", "status"),
+    [
+        ([("draft", "0.3.0", "a.d")], Status.OK),
+        ([("draft", "0.3.0", "b.d")], Status.WARN),  # other sources of one version
+        ([("target", "0.3.0", "a.u")], Status.WARN),  # other sources of one service
+        ([("draft", "0.3.0", "")], Status.WARN),  # a commit before builds were stated
+        ([("draft", "0.4.1", "b.d")], Status.WARN),
+        ([("draft", "0.5.0", "b.d")], Status.FAIL),
+        ([("draft", "1.3.0", "b.d")], Status.FAIL),
+    ],
+)
+def test_services_are_compared_by_version_and_build(others: list[tuple[str, str, str]], status: Status) -> None:
+    services = {"a:1": engine("target", "0.3.0", "a.t")}
+    services |= {f"b:{index}": engine(*each) for index, each in enumerate(others)}
+    assert [finding.status for finding in compare_versions(services)] == [status]
+
+
+@pytest.mark.parametrize(("num_states", "statuses"), [(0, []), (7, [Status.WARN]), (8, [Status.OK])])
+def test_slots_of_hybrids_are_compared_with_the_requests_that_run(num_states: int, statuses: list[Status]) -> None:
+    info = ServerInfo("0.3.0", "m", "v", 24, 512, 8, (), max_running=4)
+    engines = {"a:1": engine("target", "0.3.0", "a.t", num_states=num_states)}
+    assert [finding.status for finding in state_room(info, engines)] == statuses
 
 
 def test_bad_certificates_and_a_redis_that_is_away_fail_by_name(

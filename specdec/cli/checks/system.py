@@ -82,6 +82,15 @@ class System:
         models = [engine.model for engine in self.engines.values() if engine.role == "target"]
         return self.info.target_model if self.info is not None else next(iter(models), "")
 
+    def check_registry(self) -> Iterator[Finding]:
+        """Read the registry. Run this before checks that take long: the record of a process that hangs expires soon."""
+        if not self.addresses.redis_url:
+            return
+        try:
+            asyncio.run(self._read_registry())
+        except SpecdecError as error:
+            yield fail("registry", error.message, "see the check of Redis")
+
     def check_coordinator(self) -> Iterator[Finding]:
         """Ask the coordinator what it serves."""
         endpoint = self.addresses.endpoint
@@ -138,7 +147,7 @@ class System:
         return ok("replicas", found)
 
     async def _describe_all(self) -> list[Finding]:
-        """Fill in `engines`; return a failure for the registry and for each replica that gives no description."""
+        """Fill in `engines`; return a failure for each replica that gives no description."""
         failures = []
         known = {address: role for role, address in self.addresses.static}
         if self.info is not None:
@@ -148,11 +157,6 @@ class System:
                 for replica in pool.replicas
                 if replica.address and pool.role in ("draft", "target")
             }
-        if self.addresses.redis_url:
-            try:
-                await self._read_registry()
-            except SpecdecError as error:
-                failures.append(fail("registry", error.message, "see the check of Redis"))
         known |= {address: record.role for address, record in self.engines.items()}
         answers = await asyncio.gather(*(self._describe(role, address) for address, role in known.items()))
         for (address, role), answer in zip(known.items(), answers, strict=True):

@@ -103,7 +103,7 @@ async def test_a_replica_that_is_told_to_drain_says_so_answers_on_and_can_be_tak
     replica = Replica(registry)
     record = await replica.record()
     link = DraftLink(record.address)
-    assert (await link.set_draining(True)).num_streams == 0
+    assert await link.set_draining(True) == (0, 0)
     assert await health(record.address) == health_pb2.HealthCheckResponse.NOT_SERVING
     assert (await replica.record()).engine.draining
     assert (await link.propose(ProposeRequest(make_round("s"), 2))).draft_token_ids.tolist() == [3, 4]
