@@ -15,7 +15,13 @@ COORDINATOR = "coordinator"
 
 
 def coordinator_info(
-    coordinator_id: str, *, version: str, model: str, vocabulary_fingerprint: str, num_running: int, draining: bool
+    coordinator_id: str,
+    *,
+    version: str,
+    model: str,
+    vocabulary_fingerprint: str,
+    num_running: int,
+    draining: bool = False,
 ) -> EngineInfo:
     """Return the description of a coordinator for its record. A coordinator holds no model, so it states no KV cache.
 

@@ -150,9 +150,7 @@ def test_a_redis_that_refuses_writes_is_found_by_writing(
 
 
 def engine(role: str, version: str, build: str, *, num_states: int = 0) -> EngineInfo:
-    info = coordinator_info(
-        f"{role}-1", version=version, model="m", vocabulary_fingerprint="v", num_running=0, draining=False
-    )
+    info = coordinator_info(f"{role}-1", version=version, model="m", vocabulary_fingerprint="v", num_running=0)
     return replace(info, role=role, build=build, num_states=num_states)
 
 

@@ -33,9 +33,9 @@ from tests.support.key_files import write_private
 from tests.support.redis_fixture import RedisServer
 from tests.support.releases import last_release, unpack
 from tests.support.services import ROOT, Services
-from tests.support.stack import is_ready
+from tests.support.stack import is_ready, is_serving
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 MODEL = "simulated:8b-0.6b"
 NOWHERE = "127.0.0.1:1"
@@ -102,10 +102,14 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     tokenizer = str(write_tokenizer(folder / "tokenizer"))
     with Services(ROOT, server.url, folder) as services:
         replica = ("--model", MODEL)
-        targets = [services.start("target_service", *replica, name=name) for name in ("target", "target2")]
-        services.start("draft_service", *replica, name="draft")
-        coordinator = services.start("coordinator", "--tokenizer", tokenizer)
-        gateway = services.start("gateway", serves=is_ready)
+        targets = [services.begin("target_service", *replica, name=name) for name in ("target", "target2")]
+        draft = services.begin("draft_service", *replica, name="draft")
+        coordinator, gateway = services.begin("coordinator", "--tokenizer", tokenizer), services.begin("gateway")
+        for name, address in zip(
+            ("target", "target2", "draft", "coordinator"), (*targets, draft, coordinator), strict=True
+        ):
+            services.wait_for(name, address)
+        services.wait_for("gateway", gateway, is_ready)
         yield System(server, services, folder, tokenizer, targets, coordinator, gateway)
     server.stop()
 
@@ -150,8 +154,7 @@ def killed_draft(system: System) -> Iterator[dict[str, str]]:
 def started(system: System, module: str, *flags: str, services: Services | None = None) -> Iterator[str]:
     """Run one more process while the context is open; give its address."""
     services = services or system.services
-    serves = answers_http if module == "gateway" else None
-    address = services.start(module, *flags, name="more", **({"serves": serves} if serves else {}))
+    address = services.start(module, *flags, name="more", serves=answers_http if module == "gateway" else is_serving)
     try:
         yield address
     finally:

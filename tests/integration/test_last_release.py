@@ -15,12 +15,14 @@ import pytest
 
 from bench.systems.simulated import write_tokenizer
 from specdec.client import Budgets, Client
-from tests.support.redis_fixture import redis_server
+from tests.support.redis_fixture import RedisServer, redis_server
 from tests.support.releases import last_release, unpack
 from tests.support.services import ROOT, Services
 from tests.support.stack import free_port
 
 __all__ = ["redis_server"]
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 REPLICAS = ("target_service", "draft_service")
 MODEL = "simulated:8b-0.6b"
@@ -85,13 +87,12 @@ class Streams:
             self._has_turn.notify_all()
 
 
-@pytest.mark.full
-def test_an_upgrade_and_its_rollback_under_streams_fail_none(tmp_path: Path, redis_server: object) -> None:
+def test_an_upgrade_and_its_rollback_under_streams_fail_none(tmp_path: Path, redis_server: RedisServer) -> None:
     release = last_release()
     print(f"beside {release}")
     sources = unpack(release, tmp_path / "release")
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    url = redis_server.url  # type: ignore[attr-defined]
+    url = redis_server.url
     endpoints = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     flags = ["--tokenizer", str(tokenizer), "--target-wait-s", "60"]
     with Services(sources, url, tmp_path) as old, Services(ROOT, url, tmp_path) as new:
@@ -113,11 +114,12 @@ def test_an_upgrade_and_its_rollback_under_streams_fail_none(tmp_path: Path, red
         assert not streams.faults
 
 
-@pytest.mark.full
-def test_a_session_of_today_is_continued_by_the_last_releases_coordinator(tmp_path: Path, redis_server: object) -> None:
+def test_a_session_of_today_is_continued_by_the_last_releases_coordinator(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
     sources = unpack(last_release(), tmp_path / "release")
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    url = redis_server.url  # type: ignore[attr-defined]
+    url = redis_server.url
     with Services(sources, url, tmp_path) as old, Services(ROOT, url, tmp_path) as new:
         for role in REPLICAS:
             new.start(role, "--model", MODEL)
