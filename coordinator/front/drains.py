@@ -14,7 +14,7 @@ from typing import Any
 
 from coordinator.generation.generation_service import GenerationService
 from coordinator.replicas.pool import ReplicaPools
-from coordinator.replicas.replica import Replica
+from coordinator.replicas.replica import DRAFT, Replica
 from specdec.contract.errors import NotFound, SpecdecError
 from specdec.state.live_coordinators import COORDINATOR
 from specdec.state.store import ReplicaRegistry
@@ -126,5 +126,8 @@ def _name_of(replica: Replica[Any]) -> str:
 
 def _replaces(other: Replica[Any], replica: Replica[Any]) -> bool:
     """Return whether sessions of a replica may continue on another one."""
-    same_kind = (other.role, other.pool) == (replica.role, replica.pool)
-    return same_kind and all(other.serves(fingerprint) for fingerprint in replica.models)
+    if other.role != replica.role:
+        return False
+    if replica.role == DRAFT:
+        return other.pool == replica.pool
+    return all(other.serves(fingerprint) for fingerprint in replica.models)

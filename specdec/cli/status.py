@@ -81,3 +81,5 @@ def _replica_rows(info: ServerInfo) -> Iterator[list[str]]:
             name = f"{replica.replica_id} (draining)" if replica.draining else replica.replica_id
             usage = f"{replica.kv_usage:.0%}"
             yield [pool.role, pool.name, name, replica.address, str(replica.num_sessions), usage]
+    if info.coordinator_id:  # the name by which `specdec drain` takes it out of use
+        yield ["coordinator", "", info.coordinator_id, "", "", ""]

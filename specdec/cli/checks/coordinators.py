@@ -9,7 +9,7 @@ from specdec.cli.checks.comparisons import listed, named
 from specdec.cli.checks.finding import Finding, fail, ok, warn
 from specdec.cli.checks.system import System
 from specdec.client import ServerInfo
-from specdec.contract.errors import Forbidden, SpecdecError, Unauthenticated
+from specdec.contract.errors import Forbidden, InvalidRequest, SpecdecError, Unauthenticated
 
 #: Time in which a coordinator that was idle finds a replica that has just registered, and the pause between two looks.
 _KNOWN_WITHIN_S, _LOOK_S = 12.0, 1.0
@@ -21,7 +21,7 @@ def check_coordinators(system: System) -> Iterator[Finding]:
     if system.info is None:
         return
     yield from _lost(system, system.info)
-    if system.has_registry:
+    if system.has_registry and system.info.build:  # an older release does not say what it uses
         yield from _own_registry(system, system.info)
     yield from _others(system, system.info)
 
@@ -94,6 +94,8 @@ def _others(system: System, info: ServerInfo) -> Iterator[Finding]:
                 client.info()
         except (Unauthenticated, Forbidden):
             num_answering += 1
+        except InvalidRequest:  # the way there is not encrypted, and the key would be shown
+            continue
         except SpecdecError as error:
             yield fail("coordinator", f"{named(address, engine)} does not answer: {error.message}",
                        "look at its log, and whether this machine may reach its port")  # fmt: skip

@@ -27,6 +27,7 @@ def served_pair() -> pb.GetInfoResponse:
     info.pools[0].model = "/a/long/path/to/draft-model"
     info.pools[1].replicas[0].num_sessions = 7
     info.pools[1].replicas[0].kv_usage = 0.25
+    info.coordinator_id = "c-1"
     return info
 
 
@@ -34,7 +35,7 @@ def test_status_lists_pools_and_replicas(coordinator: Serve, capsys: pytest.Capt
     servicer, environ = coordinator(answer)
     servicer.served = served_pair()
     assert run(["status"], environ) == 0
-    title, _, pools, draft, target, _, replicas, first, second, third = capsys.readouterr().out.splitlines()
+    title, _, pools, draft, target, _, replicas, first, second, third, own = capsys.readouterr().out.splitlines()
     assert title == "specdec 9 serves [bold]m: context 512 tokens, at most 8 draft tokens a step"
     assert pools.split() == ["role", "pool", "model", "dtype", "accepted", "draft", "length"]
     assert draft.split() == ["draft", "default", "draft-model", "bfloat16", "75%", "measured", "3.5", "tokens/step"]
@@ -43,6 +44,7 @@ def test_status_lists_pools_and_replicas(coordinator: Serve, capsys: pytest.Capt
     assert first.split() == ["draft", "default", "draft-0", "h0:1", "0", "0%"]
     assert second.split() == ["draft", "default", "draft-1", "h1:1", "0", "0%"]
     assert third.split() == ["target", "default", "target-0", "h0:1", "7", "25%"]
+    assert own.split() == ["coordinator", "c-1"]
 
 
 def test_status_before_the_first_draft_says_that_the_figures_are_not_known(
