@@ -38,6 +38,8 @@ from tests.support.stack import is_ready, is_serving
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 MODEL = "simulated:8b-0.6b"
+#: Checks of the machine that runs the tests; "redis" warns of answers that are slow there.
+MACHINE_CHECKS = ("redis", "versions", "extras", "native kernels", "cache folder", "processors", "memory", "gpu")
 NOWHERE = "127.0.0.1:1"
 Findings = dict[str, list[tuple[str, str]]]
 
@@ -350,10 +352,6 @@ def test_a_healthy_system_has_neither_failure_nor_warning(system: System, capsys
     for name in ("redis writes", "registry", "coordinator", "gateway", "service versions"):
         assert found[name], name
     assert len(found["round"]) == 3  # the replicas, the coordinator, the draft pool
-
-
-#: Checks of the machine that runs the tests.
-MACHINE_CHECKS = ("versions", "extras", "native kernels", "cache folder", "processors", "memory", "gpu")
 
 
 @pytest.mark.parametrize("name", FAULTS)
