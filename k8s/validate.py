@@ -1,7 +1,8 @@
 """Checks manifests, compose files, rules and Dockerfiles: `python -m k8s.validate` (`make k8s-validate`).
 
-Every overlay is rendered and its documents are checked against schemas, against each other, and against the settings
-and metrics of the services. Each problem is one line with file, object and field; the exit code is 1 if there is one.
+Every overlay and every pair of components is rendered, and its documents are checked against schemas, against each
+other, and against the settings and metrics of the services. Each problem is one line with file, object and field; the
+exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from k8s.validation.checks import check_repository
+from k8s.validation.checks import check_pairs, check_repository
 from k8s.validation.linters import lint_problems
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,15 +32,19 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     root = options.root.resolve()
     report = check_repository(root, options.tools / "kubectl")
-    for problem in lint_problems(root, options.tools, list(report.documents.values())):
-        report.add(problem)
+    with ThreadPoolExecutor(1) as background:  # the linters are processes of their own
+        documents = list(report.documents.values())
+        found = background.submit(lambda: list(lint_problems(root, options.tools, documents)))
+        num_pairs = check_pairs(root, options.tools / "kubectl", report)
+        for problem in found.result():
+            report.add(problem)
     for name, num_documents in report.overlays.items():
         print(f"{name}: {num_documents} documents")
     for problem, overlays in report.problems.items():
         names = [name for name in dict.fromkeys(overlays) if name]
         print(f"error: {problem}{f' [{_shown(names)}]' if names else ''}", file=sys.stderr)
     print(
-        f"{len(report.overlays)} overlays, {len(report.documents)} different documents, "
+        f"{len(report.overlays)} overlays, {num_pairs} pairs of components, {len(report.documents)} documents, "
         f"{len(report.problems)} problems, {time.monotonic() - begin_s:.0f} s"
     )
     return 1 if report.problems else 0

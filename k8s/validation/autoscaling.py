@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .documents import Body, Document, Problem, at, of_kind
+from .documents import Body, Document, PodTemplate, Problem, at, of_kind
 from .references import scalable
 
 AUTOSCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
@@ -48,6 +48,24 @@ def autoscaling_problems(documents: list[Document]) -> Iterator[Problem]:
         for part in _scaled_parts(workload):
             owner = owners.get(part.key) if part.key else None
             yield from _replicas(workload, part, part.scaler or (owner.title if owner else ""))
+
+
+def num_replicas(template: PodTemplate, documents: list[Document]) -> int:
+    """Return the lowest number of pods of a template while it runs: its own number, or the autoscaler's minimum."""
+    document = template.document
+    size = template.parent.get("size", 1) if "workerTemplate" in template.parent else 1
+    pods = 1 if template.path.endswith(".leaderTemplate") else size - ("leaderTemplate" in template.parent)
+    if document.kind in ("Job", "CronJob"):
+        return 0
+    for part in _scaled_parts(document):
+        if template.path.startswith(part.field) or part.field == "spec":
+            for autoscaler in of_kind(documents, *AUTOSCALERS):
+                target = autoscaler.spec.get("scaleTargetRef") or {}
+                if part.key == (target.get("kind", "Deployment"), target.get("name", "")):
+                    low_name, low, _, _ = _LIMITS[autoscaler.kind]
+                    return int(pods * max(1, autoscaler.spec.get(low_name, low)))
+            return int(pods * part.body.get("replicas", 1))
+    return 1
 
 
 def _replicas(workload: Document, part: _Scaled, scaler: str) -> Iterator[Problem]:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .agreement import difference_of_services
 from .autoscaling import autoscaling_problems
 from .compose import ComposeService, compose_problems, compose_services, difference_problems
+from .compositions import Overlay, composition_problems, find_overlays, find_pairs
 from .container_settings import agreement_problems, configured_containers
+from .disruptions import disruption_problems
 from .documents import Document, Problem
+from .label_values import scaling_problems
 from .metrics import metric_problems, rule_file_problems
+from .network import network_problems
+from .placement import placement_problems
 from .pods import pod_problems
+from .probes import probe_problems
+from .redis_servers import redis_problems
 from .references import Objects, read_outside, reference_problems
-from .rendering import Overlay, RenderingError, find_overlays, render
+from .rendering import RenderingError, render
+from .resources import resource_problems
 from .schemas import schema_problems
+from .scrapes import scrape_problems
 from .selectors import selector_problems
 from .series import Series, exported_series
+from .volumes import volume_problems
 
 #: Overlays that serve what the compose file serves; the first that exists is compared with it.
 _LIKE_COMPOSE = ("k8s/overlays/demo", "k8s/base")
@@ -48,16 +61,22 @@ class Report:
 def check_repository(root: Path, kubectl: Path) -> Report:
     """Render and check every overlay below `root`/k8s, the compose files and the rule files."""
     report = Report()
-    series, problems = rule_file_problems(root, exported_series(root))
-    for problem in (*problems, *compose_problems(root)):
+    _, problems = _series(root)
+    for problem in (*problems, *compose_problems(root), *composition_problems(root)):
         report.add(problem)
-    overlays = find_overlays(root)
-    names = [overlay.name for overlay in overlays]
-    alike = next((name for name in _LIKE_COMPOSE if name in names), None)
-    for overlay in overlays:
-        compose = compose_services(root) if overlay.name == alike else []
-        _check_overlay(overlay, root, kubectl, Surroundings(series, read_outside(root), compose), report)
+    _check(find_overlays(root), root, kubectl, report)
     return report
+
+
+def check_pairs(root: Path, kubectl: Path, report: Report) -> int:
+    """Render and check every pair of components; add what is wrong to the report. Return the number of pairs."""
+    pairs = find_pairs(root)
+    among = Report()
+    _check(pairs, root, kubectl, among)
+    for problem, names in among.problems.items():
+        if problem not in report.problems:  # overlays have said so
+            report.problems[problem] = names
+    return len(pairs)
 
 
 def document_problems(documents: list[Document], surroundings: Surroundings) -> Iterator[Problem]:
@@ -68,25 +87,52 @@ def document_problems(documents: list[Document], surroundings: Surroundings) -> 
         return
     objects = Objects(documents, surroundings.outside)
     configured, problems = configured_containers(objects)
+    containers = [one for document in documents for template in document.templates for one in template.all_containers]
     yield from problems
     yield from agreement_problems(configured)
     for document in documents:
         yield from pod_problems(document)
+    yield from probe_problems(containers, configured)
+    yield from resource_problems(containers, configured)
+    yield from volume_problems(configured, documents)
+    yield from redis_problems(configured, objects)
     yield from reference_problems(objects)
     yield from selector_problems(documents)
+    yield from placement_problems(documents)
+    yield from network_problems(configured, objects)
     yield from autoscaling_problems(documents)
+    yield from disruption_problems(documents, configured)
     yield from metric_problems(documents, surroundings.series)
+    yield from scaling_problems(configured, documents, surroundings.series)
+    yield from scrape_problems(configured, documents)
+    yield from difference_of_services(configured, documents)
     yield from difference_problems(surroundings.compose, configured)
 
 
-def _check_overlay(overlay: Overlay, root: Path, kubectl: Path, surroundings: Surroundings, report: Report) -> None:
+def _check(overlays: list[Overlay], root: Path, kubectl: Path, report: Report) -> None:
+    names = [overlay.name for overlay in overlays]
+    alike = next((name for name in _LIKE_COMPOSE if name in names), None)
+    series, outside = _series(root)[0], read_outside(root)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # kubectl is a process of its own
+        rendered = threads.map(lambda overlay: _rendered(overlay, root, kubectl), overlays)
+        for overlay, documents in zip(overlays, rendered, strict=True):
+            if isinstance(documents, Problem):
+                report.add(documents, overlay.name)
+                continue
+            report.overlays[overlay.name] = len(documents)
+            for document in documents:
+                report.documents.setdefault(repr(document.body), document)
+            compose = compose_services(root) if overlay.name == alike else []
+            for problem in document_problems(documents, Surroundings(series, outside, compose)):
+                report.add(problem, overlay.name)
+
+
+def _rendered(overlay: Overlay, root: Path, kubectl: Path) -> list[Document] | Problem:
     try:
-        documents = render(overlay, root, kubectl)
+        return render(overlay, root, kubectl)
     except RenderingError as error:
-        report.add(error.problem, overlay.name)
-        return
-    report.overlays[overlay.name] = len(documents)
-    for document in documents:
-        report.documents.setdefault(repr(document.body), document)
-    for problem in document_problems(documents, surroundings):
-        report.add(problem, overlay.name)
+        return error.problem
+
+
+def _series(root: Path) -> tuple[Series, list[Problem]]:
+    return rule_file_problems(root, exported_series(root))

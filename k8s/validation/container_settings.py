@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from .documents import Container, PodTemplate, Problem, at
+from .documents import Container, PodTemplate, Problem, at, of_kind
 from .environment import Environment, environment_of
 from .mounts import mounted
 from .references import Objects
@@ -15,7 +16,6 @@ from .service_settings import PREFIX, Refusal, Service, foreign_names, read_sett
 
 #: Settings whose value is HOST:PORT of a port of the container.
 _PORTS = ("listen", "health", "metrics", "admin")
-_PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Variables:
     flags: list[str]
 
     def field(self, setting: str) -> str:
-        """Return the path of the variable that gives a setting; that of the container where none does."""
+        """Return the path of the variable that gives a setting, or would give it."""
         name = setting if setting.startswith(PREFIX) else self.service.prefix + setting.upper()
         variable = self.environment.variables.get(name)
-        return self.container.path if variable is None else variable.field
+        return f"{self.container.path}.env[{name}]" if variable is None else variable.field
 
     def problem(self, setting: str, message: str) -> Problem:
         return self.container.template.document.problem(self.field(setting), message)
@@ -59,10 +59,11 @@ def configured_containers(objects: Objects) -> tuple[list[Configured], list[Prob
                 problems += foreign
                 if variables is None:
                     continue
-                try:
-                    found.append(Configured(variables, _read(variables, objects)))
-                except Refusal as refusal:
-                    problems.append(variables.problem(refusal.setting, refusal.message))
+                settings = _read(_Question(_key(variables, objects), variables, objects))
+                if isinstance(settings, Refusal):
+                    problems.append(variables.problem(settings.setting, settings.message))
+                else:
+                    found.append(Configured(variables, settings))
     return found, problems
 
 
@@ -94,7 +95,34 @@ def _variables(container: Container, objects: Objects) -> tuple[Variables | None
     return Variables(container, service, environment, flags), environment.problems + problems
 
 
-def _read(variables: Variables, objects: Objects) -> Any:
+@dataclass(frozen=True)
+class _Question:
+    """What a container's settings are read from. Overlays share most containers, so each is read once."""
+
+    key: str
+    variables: Variables = field(compare=False)
+    objects: Objects = field(compare=False)
+
+
+def _key(variables: Variables, objects: Objects) -> str:
+    """Return a text that differs where settings may differ: variables, flags, and what is mounted."""
+    container = variables.container
+    mounts = (container.body.get("volumeMounts"), container.template.spec.get("volumes"))
+    given = {name: (one.value, one.is_known) for name, one in variables.environment.variables.items()}
+    data = [document.body for document in of_kind(objects.documents, "ConfigMap", "Secret")] if any(mounts) else []
+    return repr((variables.service.name, given, variables.flags, mounts, data))
+
+
+@cache
+def _read(question: _Question) -> Any:
+    """Return the settings, or the Refusal of the service."""
+    try:
+        return _settings(question.variables, question.objects)
+    except Refusal as refusal:
+        return refusal
+
+
+def _settings(variables: Variables, objects: Objects) -> Any:
     """Return the settings. Raises Refusal."""
     service, environment = variables.service, variables.environment
     for name, variable in environment.variables.items():
@@ -120,12 +148,6 @@ def _ports(configured: Configured) -> Iterator[Problem]:
         host, _, port = str(getattr(settings, name, "")).rpartition(":")
         if port not in ("", "0") and not host.startswith("127.") and port not in numbers:
             yield configured.variables.problem(name, f"the container has no port {port}")
-    health = str(getattr(settings, "health", "")).rpartition(":")[2]
-    for probe in _PROBES:
-        port = at(container.body, probe, "grpc", "port")
-        if port is not None and str(port) != health:
-            serving = f"{health} does" if health else "none does"
-            yield container.problem(f"{probe}.grpc.port", f"{port} does not serve plaintext health; {serving}")
 
 
 def _grace(configured: Configured) -> Iterator[Problem]:

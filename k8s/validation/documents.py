@@ -73,8 +73,17 @@ class PodTemplate:
     """Path of the template within its document."""
     parent: Body
     """Object that the template is a field of."""
-    labels: Mapping[str, str]
-    spec: Body
+    body: Body
+    """The template: metadata and spec."""
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        return at(self.body, "metadata", "labels") or {}
+
+    @property
+    def spec(self) -> Body:
+        spec: Body = self.body["spec"]
+        return spec
 
     @property
     def replica(self) -> tuple[str, str]:
@@ -153,7 +162,7 @@ def _templates(document: Document, node: Any, path: str, parent: Body) -> Iterat
     elif isinstance(node, dict):
         spec = node.get("spec")
         if isinstance(spec, dict) and isinstance(spec.get("containers"), list):
-            yield PodTemplate(document, path, parent, at(node, "metadata", "labels") or {}, spec)
+            yield PodTemplate(document, path, parent, node)
             return
         for key, value in node.items():
             yield from _templates(document, value, f"{path}.{key}" if path else key, node)

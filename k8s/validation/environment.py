@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .documents import Container, Document, Problem, at, of_kind
+from .quantities import number_of
 
 UNKNOWN = "unknown"
 """Stands for a value that the operator's own objects have."""
@@ -36,7 +37,6 @@ _GROUP_VARIABLES = {
 }
 #: Variables that the controller of a kind puts before all others of each container.
 _INJECTED = {"LeaderWorkerSet": _GROUP_VARIABLES, "DisaggregatedSet": _GROUP_VARIABLES}
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Variable:
     """Path of its entry within the document."""
     value: str
     is_known: bool = True
+    source: str = ""
+    """Kind, name and key of the object that the value comes from; empty where the entry has it."""
 
 
 @dataclass
@@ -77,7 +79,7 @@ def environment_of(container: Container, documents: list[Document]) -> Environme
                 message = f"refers to $({name}), which no variable before it sets"
                 found.problems.append(container.problem(path, message))
         text = _REFERENCE.sub(lambda match: _text_of(found.variables.get(match[1]), match[0]), text)
-        found.variables[entry["name"]] = Variable(f"{container.path}.{path}", text, is_known)
+        found.variables[entry["name"]] = Variable(f"{container.path}.{path}", text, is_known, _source(entry))
     return found
 
 
@@ -112,6 +114,13 @@ def _from_object(entry: dict[str, Any], documents: list[Document]) -> Iterator[t
             yield from (data_of(kind, entry[source].get("name", ""), documents) or {}).items()
 
 
+def _source(entry: dict[str, Any]) -> str:
+    for name, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
+        if reference := at(entry, "valueFrom", name):
+            return f"{kind} {reference.get('name', '')} key {reference['key']}"
+    return ""
+
+
 def _value(entry: dict[str, Any], container: Container, documents: list[Document]) -> str | None:
     """Return the value of an entry; None where it is unknown."""
     source = entry.get("valueFrom")
@@ -135,11 +144,4 @@ def _field_value(path: str, container: Container) -> str:
 def _resource_value(container: Container, resource: str, divisor: str) -> str:
     """Return a resource in whole units of the divisor, rounded up as Kubernetes does."""
     quantity = at(container.body, "resources", *resource.split("."))
-    return str(math.ceil(_number(str(quantity or "1")) / _number(str(divisor or "1"))) or 1)
-
-
-def _number(quantity: str) -> float:
-    found = re.fullmatch(r"([\d.]+)([A-Za-z]*)", quantity)
-    if found is None:
-        return 1.0
-    return float(found[1]) / 1000 if found[2] == "m" else float(found[1]) * _UNITS.get(found[2], 1)
+    return str(math.ceil((number_of(quantity) or 1.0) / (number_of(divisor) or 1.0)) or 1)

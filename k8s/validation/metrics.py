@@ -41,7 +41,7 @@ def metric_problems(documents: list[Document], series: Series) -> Iterator[Probl
     for document in of_kind(documents, "PodMonitor", "ServiceMonitor"):
         yield from _relabelling(document, known)
     for document in of_kind(documents, "ConfigMap"):
-        for key, rule in _adapter_rules(document):
+        for key, rule in adapter_rules(document):
             yield from _adapter_query(document, key, rule, known)
 
 
@@ -110,7 +110,7 @@ def _autoscaler(document: Document, known: Series, adapted: dict[str, Labels]) -
                 yield document.problem(f"{where}.selector.matchLabels.{label}", f"{name} has no label {label}")
 
 
-def _adapter_rules(document: Document) -> Iterator[tuple[str, dict[str, Any]]]:
+def adapter_rules(document: Document) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rules of prometheus-adapter's configuration in a ConfigMap, with their fields."""
     for key, text in (document.body.get("data") or {}).items():
         if "seriesQuery" not in text:
@@ -125,26 +125,28 @@ def _adapted_metrics(documents: list[Document]) -> dict[str, Labels]:
     return {
         at(rule, "name", "as"): SCRAPE_LABELS | {"role", "pool", "model_name", "service"}
         for document in of_kind(documents, "ConfigMap")
-        for _, rule in _adapter_rules(document)
+        for _, rule in adapter_rules(document)
         if at(rule, "name", "as")
     }
 
 
-def _adapter_query(document: Document, where: str, rule: dict[str, Any], known: Series) -> Iterator[Problem]:
-    series = str(rule.get("seriesQuery", ""))
-    query = str(rule.get("metricsQuery", ""))
-    name = series.partition("{")[0]
+def adapter_queries(rule: dict[str, Any]) -> dict[str, str]:
+    """Return the queries of an adapter's rule by their fields, with examples in place of what the adapter fills in."""
+    series, query = str(rule.get("seriesQuery", "")), str(rule.get("metricsQuery", ""))
     placeholders = {
-        "<<.Series>>": name, "<<.LabelMatchers>>": "", "<<.GroupBy>>": "pod", "{,": "{", ",,": ",",
+        "<<.Series>>": series.partition("{")[0], "<<.LabelMatchers>>": "", "<<.GroupBy>>": "pod", "{,": "{", ",,": ",",
     }  # fmt: skip
     for placeholder, text in placeholders.items():
         query = query.replace(placeholder, text)
-    for field, text in (("seriesQuery", series), ("metricsQuery", query)):
-        if text:
-            try:
-                labels_of_query(text, known)
-            except QueryError as error:
-                yield document.problem(f"{where}.{field}", str(error))
+    return {field: text for field, text in (("seriesQuery", series), ("metricsQuery", query)) if text}
+
+
+def _adapter_query(document: Document, where: str, rule: dict[str, Any], known: Series) -> Iterator[Problem]:
+    for field, text in adapter_queries(rule).items():
+        try:
+            labels_of_query(text, known)
+        except QueryError as error:
+            yield document.problem(f"{where}.{field}", str(error))
 
 
 # ---- scrapes ---------------------------------------------------------------------------------------------------------

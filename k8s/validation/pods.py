@@ -20,6 +20,17 @@ _CONTAINER_FIELDS: dict[tuple[str, ...], Any] = {
     ("securityContext", "readOnlyRootFilesystem"): True,
     ("securityContext", "capabilities", "drop"): ["ALL"],
 }
+#: Fields by which a pod or container gets more than the level allows, and the values that it may have.
+_CLOSED: dict[str, tuple[Any, ...]] = {
+    "hostNetwork": (None, False), "hostPID": (None, False), "hostIPC": (None, False),
+    "shareProcessNamespace": (None, False),
+}  # fmt: skip
+_OVERRIDES: dict[tuple[str, ...], tuple[Any, ...]] = {
+    ("privileged",): (None, False), ("runAsNonRoot",): (None, True), ("procMount",): (None, "Default"),
+    ("seccompProfile", "type"): (None, "RuntimeDefault", "Localhost"),
+    ("capabilities", "add"): (None, [], ["NET_BIND_SERVICE"]),
+}  # fmt: skip
+_IDS = ("runAsUser", "runAsGroup", "fsGroup")
 _RESOURCES = (("requests", "cpu"), ("requests", "memory"), ("limits", "memory"))
 
 
@@ -39,6 +50,17 @@ def _pod(template: PodTemplate) -> Iterator[Problem]:
     for path, wanted in _POD_FIELDS.items():
         if (value := at(template.spec, *path)) != wanted:
             yield template.problem(".".join(path), f"must be {_yaml(wanted)}, not {_yaml(value)}")
+    for name, allowed in _CLOSED.items():
+        if template.spec.get(name) not in allowed:
+            yield template.problem(name, f"must be unset, not {_yaml(template.spec[name])}")
+    for name in _IDS:
+        if at(template.spec, "securityContext", name) == 0:
+            message = f"0 is root{', which runAsNonRoot refuses' if name == 'runAsUser' else ''}: give another id"
+            yield template.problem(f"securityContext.{name}", message)
+    for volume in template.spec.get("volumes") or ():
+        if "hostPath" in volume:
+            yield template.problem(f"volumes[{volume['name']}].hostPath", "is refused: use a claim or an emptyDir")
+    yield from _ports(template)
     names = [container.name for container in template.all_containers]
     for name in {name for name in names if names.count(name) > 1}:
         yield template.problem(f"containers[{name}]", "two containers have this name")
@@ -48,12 +70,32 @@ def _container(container: Container) -> Iterator[Problem]:
     for path, wanted in _CONTAINER_FIELDS.items():
         if (value := at(container.body, *path)) != wanted:
             yield container.problem(".".join(path), f"must be {_yaml(wanted)}, not {_yaml(value)}")
+    for path, allowed in _OVERRIDES.items():
+        if (value := at(container.body, "securityContext", *path)) not in allowed:
+            yield container.problem(f"securityContext.{'.'.join(path)}", f"must be unset, not {_yaml(value)}")
+    for name in _IDS[:2]:
+        if at(container.body, "securityContext", name) == 0:
+            yield container.problem(f"securityContext.{name}", "0 is root, which runAsNonRoot refuses: give another id")
     for part, name in _RESOURCES:
         if at(container.body, "resources", part, name) is None:
             yield container.problem(f"resources.{part}.{name}", "is required")
     yield from _twice(container, "env", "name")
     yield from _twice(container, "ports", "name")
     yield from _twice(container, "volumeMounts", "mountPath")
+
+
+def _ports(template: PodTemplate) -> Iterator[Problem]:
+    """Yield ports that two containers of a pod have, and ports of the node."""
+    seen: dict[tuple[int, str], Container] = {}
+    for container in template.containers:
+        for port in container.body.get("ports") or ():
+            where = f"ports[{port.get('name', port['containerPort'])}]"
+            key = (port["containerPort"], port.get("protocol", "TCP"))
+            if key in seen:
+                yield container.problem(f"{where}.containerPort", f"{key[0]} is a port of {seen[key].name} already")
+            seen.setdefault(key, container)
+            if port.get("hostPort"):
+                yield container.problem(f"{where}.hostPort", "must be unset: it takes a port of the node")
 
 
 def _probes(container: Container) -> Iterator[Problem]:

@@ -6,7 +6,8 @@ The labels of a query's result are derived from its parts, so that a rule which 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import promql_parser as promql
@@ -20,13 +21,78 @@ class QueryError(Exception):
     """A query is malformed, or names a series or a label that does not exist."""
 
 
+@dataclass(frozen=True)
+class Matcher:
+    """A condition on one label."""
+
+    name: str
+    value: str
+    is_regex: bool
+    is_equal: bool
+    """False where the label must differ."""
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The series that a part of a query reads, and the conditions on their labels."""
+
+    series: str
+    matchers: tuple[Matcher, ...]
+
+
 def labels_of_query(text: str, series: Series) -> Labels:
     """Return the labels of a query's result. Raises QueryError."""
+    return _labels(_parsed(text), series)
+
+
+def selectors_of_query(text: str) -> list[Selector]:
+    """Return what a query reads, in the order of its text. Raises QueryError."""
+    return list(_selectors(_parsed(text)))
+
+
+def _parsed(text: str) -> Any:
     try:
-        expression = promql.parse(text)
+        return promql.parse(text)
     except ValueError as error:
         raise QueryError(f"is not PromQL: {' '.join(str(error).split())}") from None
-    return _labels(expression, series)
+
+
+def _selectors(expression: Any) -> Iterator[Selector]:
+    match type(expression).__name__:
+        case "VectorSelector":
+            yield _selector(expression)
+        case "MatrixSelector":
+            yield _selector(expression.vector_selector)
+        case "ParenExpr" | "UnaryExpr" | "SubqueryExpr" | "AggregateExpr":
+            yield from _selectors(expression.expr)
+        case "BinaryExpr":
+            yield from _selectors(expression.lhs)
+            yield from _selectors(expression.rhs)
+        case "Call":
+            for argument in expression.args:
+                yield from _selectors(argument)
+
+
+def _selector(selector: Any) -> Selector:
+    matchers = _matchers(selector)
+    equal, regex = (promql.MatchOp.Equal, promql.MatchOp.Re), (promql.MatchOp.Re, promql.MatchOp.NotRe)
+    return Selector(
+        _name(selector) or "",
+        tuple(
+            Matcher(one.name, one.value, is_regex=one.op in regex, is_equal=one.op in equal)
+            for one in matchers
+            if one.name != "__name__"
+        ),
+    )
+
+
+def _matchers(selector: Any) -> list[Any]:
+    return [*selector.matchers.matchers, *(one for group in selector.matchers.or_matchers for one in group)]
+
+
+def _name(selector: Any) -> str | None:
+    named = (str(one.value) for one in _matchers(selector) if one.name == "__name__")
+    return str(selector.name) if selector.name else next(named, None)
 
 
 def _labels(expression: Any, series: Series) -> Labels:
@@ -48,8 +114,7 @@ def _labels(expression: Any, series: Series) -> Labels:
 
 
 def _of_selector(selector: Any, series: Series) -> Labels:
-    matchers = [*selector.matchers.matchers, *(one for group in selector.matchers.or_matchers for one in group)]
-    name = selector.name or next((one.value for one in matchers if one.name == "__name__"), None)
+    matchers, name = _matchers(selector), _name(selector)
     if name is None:
         raise QueryError("names no series")
     if name not in series:

@@ -17,6 +17,10 @@ from .environment import command_problems, environment_of
 from .selectors import selector_of, selects
 
 OUTSIDE = Path("k8s") / "outside.yaml"
+#: Kinds that act on pods of their own namespace only.
+_IN_THE_NAMESPACE = (
+    "ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "HorizontalPodAutoscaler", "ScaledObject",
+)  # fmt: skip
 #: Kinds with a scale subresource; a DisaggregatedSet and a RayCluster have none.
 _WITH_SCALE = ("Deployment", "StatefulSet", "ReplicaSet", "LeaderWorkerSet")
 
@@ -58,7 +62,11 @@ def reference_problems(objects: Objects) -> Iterator[Problem]:
     for document in of_kind(objects.documents, "Service", "PodMonitor", "NetworkPolicy"):
         yield from _selected_ports(document, objects)
     for document in of_kind(objects.documents, "HTTPRoute", "GRPCRoute", "TCPRoute"):
+        yield from _parents(document, objects)
         yield from _backends(document, objects)
+    for document in of_kind(objects.documents, "Service"):
+        yield from _service(document, objects)
+    yield from _namespaces(objects)
 
 
 # ---- pods ------------------------------------------------------------------------------------------------------------
@@ -80,6 +88,15 @@ def _pod_references(template: PodTemplate, objects: Objects) -> Iterator[Problem
         yield from _probe_ports(container)
     for name in volumes.keys() - mounted:
         yield template.problem(f"volumes[{name}]", "no container mounts it")
+    for index, entry in enumerate(template.spec.get("imagePullSecrets") or ()):
+        if not objects.has("Secret", entry.get("name", "")):
+            message = f"there is no Secret {entry.get('name')}, and {OUTSIDE} lists none"
+            yield template.problem(f"imagePullSecrets[{index}]", message)
+    priority = template.spec.get("priorityClassName")
+    classes = {document.name for document in of_kind(objects.documents, "PriorityClass")}
+    if priority and classes and priority not in classes and not priority.startswith("system-"):
+        message = f"there is no PriorityClass {priority}; there are {', '.join(sorted(classes))}"
+        yield template.problem("priorityClassName", message)
     account = template.spec.get("serviceAccountName")
     if account and not objects.has("ServiceAccount", account):
         yield template.problem("serviceAccountName", f"there is no ServiceAccount {account}")
@@ -195,6 +212,61 @@ def _selected_ports(document: Document, objects: Objects) -> Iterator[Problem]:
             if port not in names and port not in numbers:
                 yield document.problem(where, f"{pod.document.title}, which it selects, has no port {port}")
                 break
+
+
+def _service(document: Document, objects: Objects) -> Iterator[Problem]:
+    """Yield ports of a Service that lead to others than its clients think."""
+    selector = selector_of(document)[1]
+    pods = [
+        template
+        for other in objects.documents
+        for template in other.templates
+        if selector is not None and selects(selector, template.labels)
+    ]
+    owners = [template.document.name for template in pods]
+    workloads = {other.name for other in objects.documents if other.templates}
+    if pods and document.name in workloads and document.name not in owners:
+        yield document.problem(
+            "spec.selector", f"selects {', '.join(owners)}: must select {document.name}, its namesake"
+        )
+    for index, port in enumerate(document.spec.get("ports") or ()):
+        target = port.get("targetPort", port["port"])
+        for entry in (one for pod in pods for container in pod.containers for one in container.body.get("ports") or ()):
+            if target not in (entry["containerPort"], entry.get("name")):
+                continue
+            if document.spec.get("clusterIP") == "None" and port["port"] != entry["containerPort"]:
+                message = (
+                    f"{port['port']} must be {entry['containerPort']}: clients of a headless Service dial the pods"
+                )
+                yield document.problem(f"spec.ports[{index}].port", message)
+            if port.get("protocol", "TCP") != entry.get("protocol", "TCP"):
+                message = f"must be {entry.get('protocol', 'TCP')}, as of the port of the container"
+                yield document.problem(f"spec.ports[{index}].protocol", message)
+
+
+def _parents(document: Document, objects: Objects) -> Iterator[Problem]:
+    for index, parent in enumerate(document.spec.get("parentRefs") or ()):
+        where, kind = f"spec.parentRefs[{index}]", parent.get("kind", "Gateway")
+        if not objects.has(kind, parent.get("name", "")):
+            message = f"there is no {kind} {parent.get('name')}, and {OUTSIDE} lists none"
+            yield document.problem(f"{where}.name", message)
+        namespace = parent.get("namespace")
+        if namespace and not objects.has("Namespace", namespace):
+            message = f"there is no Namespace {namespace}, and {OUTSIDE} lists none"
+            yield document.problem(f"{where}.namespace", message)
+
+
+def _namespaces(objects: Objects) -> Iterator[Problem]:
+    """Yield objects in another namespace than the one that the overlay makes."""
+    made = {document.name for document in of_kind(objects.documents, "Namespace")}
+    for document in objects.documents:
+        namespace = at(document.body, "metadata", "namespace")
+        if made and namespace and namespace not in made and not objects.has("Namespace", namespace):
+            message = f"there is no Namespace {namespace}; the overlay makes {', '.join(sorted(made))}"
+            yield document.problem("metadata.namespace", message)
+        elif made and namespace not in made and (document.templates or document.kind in _IN_THE_NAMESPACE):
+            message = f"{namespace} must be {', '.join(sorted(made))}: the pods are there"
+            yield document.problem("metadata.namespace", message)
 
 
 def _ports_of(document: Document) -> Iterator[tuple[str, Any]]:

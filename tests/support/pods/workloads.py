@@ -15,8 +15,9 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
+from k8s.validation.compositions import Overlay
 from k8s.validation.documents import Body, Document, at, of_kind
-from k8s.validation.rendering import Overlay, render
+from k8s.validation.rendering import render
 
 from .programs import ROOT, STORE
 

@@ -12,12 +12,13 @@ import yaml
 from k8s.validate import TOOLS
 from k8s.validation.checks import Surroundings, document_problems
 from k8s.validation.compose import compose_problems, compose_services
+from k8s.validation.compositions import Overlay as Rendered
+from k8s.validation.compositions import find_overlays
 from k8s.validation.documents import Document, Problem
 from k8s.validation.metrics import rule_file_problems
 from k8s.validation.queries import QueryError, labels_of_query
 from k8s.validation.references import read_outside
-from k8s.validation.rendering import Overlay as Rendered
-from k8s.validation.rendering import RenderingError, find_overlays, render
+from k8s.validation.rendering import RenderingError, render
 from k8s.validation.series import exported_series
 from tests.support.planted_faults import FAULTS, OPERATED, OPERATOR_FAULTS, Overlay
 from tests.support.planted_faults.overlay import Place

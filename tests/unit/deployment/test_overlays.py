@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from k8s.validation.compositions import Overlay, find_overlays
 from k8s.validation.documents import Document, of_kind
-from k8s.validation.rendering import Overlay, find_overlays, render
+from k8s.validation.rendering import render
 from specdec.cli.up_parser import add_parser
 from specdec.service.rank import parse_arguments
 from tests.unit.deployment.test_k8s_validate import KUBECTL
