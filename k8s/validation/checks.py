@@ -20,11 +20,11 @@ from .metrics import metric_problems, rule_file_problems
 from .network import network_problems
 from .placement import placement_problems
 from .pods import pod_problems
-from .probes import probe_problems
+from .probes import balancer_problems, probe_problems
 from .redis_servers import redis_problems
 from .references import Objects, read_outside, reference_problems
 from .rendering import RenderingError, render
-from .resources import resource_problems
+from .resources import quota_problems, resource_problems
 from .schemas import schema_problems
 from .scrapes import scrape_problems
 from .selectors import selector_problems
@@ -93,7 +93,9 @@ def document_problems(documents: list[Document], surroundings: Surroundings) -> 
     for document in documents:
         yield from pod_problems(document)
     yield from probe_problems(containers, configured)
+    yield from balancer_problems(documents)
     yield from resource_problems(containers, configured)
+    yield from quota_problems(documents)
     yield from volume_problems(configured, documents)
     yield from redis_problems(configured, objects)
     yield from reference_problems(objects)

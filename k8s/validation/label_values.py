@@ -14,6 +14,7 @@ from .container_settings import Configured
 from .documents import Document, Problem, at, of_kind
 from .queries import QueryError, Selector, selectors_of_query
 from .references import scalable
+from .selectors import selector_of, selects
 from .series import SCRAPE_LABELS, Series
 
 Values = Mapping[str, frozenset[str]]
@@ -41,7 +42,7 @@ def values_of(configured: list[Configured], documents: list[Document]) -> Values
     if namespaces:
         found["namespace"] = namespaces
     if monitors := of_kind(documents, "PodMonitor"):
-        found["job"] = {f"{namespace}/{monitor.name}" for monitor in monitors for namespace in namespaces}
+        found["job"] = {job for monitor in monitors for job in _jobs(monitor, documents)}
         found["endpoint"] = {
             str(endpoint["port"])
             for monitor in monitors
@@ -49,6 +50,23 @@ def values_of(configured: list[Configured], documents: list[Document]) -> Values
             if "port" in endpoint
         }
     return {**STATIC, **{name: frozenset(values) for name, values in found.items()}}
+
+
+def _jobs(monitor: Document, documents: list[Document]) -> Iterator[str]:
+    """Yield the jobs of a monitor's series: its own name, or what a relabelling makes of a label of the pods."""
+    selector = selector_of(monitor)[1] or {}
+    templates = [template for document in documents for template in document.templates]
+    pods = [template.labels for template in templates if selects(selector, template.labels)]
+    for endpoint in monitor.spec.get("podMetricsEndpoints") or ():
+        steps = [step for step in endpoint.get("relabelings") or () if step.get("targetLabel") == "job"]
+        if not steps:
+            yield f"{at(monitor.body, 'metadata', 'namespace')}/{monitor.name}"
+        for step in steps:
+            sources = [source.removeprefix("__meta_kubernetes_pod_label_") for source in step.get("sourceLabels") or ()]
+            for labels in pods:
+                named = {re.sub(r"\W", "_", name): value for name, value in labels.items()}
+                value = ";".join(named.get(source, "") for source in sources)
+                yield str(step.get("replacement", "$1")).replace("$1", value)
 
 
 def value_errors(query: str, values: Values) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .container_settings import Configured
-from .documents import Body, Container, Problem, at
+from .documents import Body, Container, Document, Problem, at
 from .redis_servers import is_redis
 
 #: Name under which the port of `health` tells that the process lives; the empty name tells that it takes calls.
@@ -29,6 +29,21 @@ _DEFAULTS = {
 }  # fmt: skip
 #: Time in which a rollout must make progress, by Kubernetes's default.
 _PROGRESS_S = 600
+
+
+def balancer_problems(documents: list[Document]) -> Iterator[Problem]:
+    """Yield health checks of load balancers that ask what no gateway answers."""
+    for document in documents:
+        for field, path in _checked_paths(document.spec, "spec"):
+            if path not in _HTTP_PATHS.values():
+                yield document.problem(field, f"must be {_HTTP_PATHS['readinessProbe']}, not {path}")
+
+
+def _checked_paths(node: Any, field: str) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items() if isinstance(node, dict) else ():
+        if key in ("requestPath", "healthCheckPath"):
+            yield f"{field}.{key}", value
+        yield from _checked_paths(value, f"{field}.{key}")
 
 
 def probe_problems(containers: list[Container], configured: list[Configured]) -> Iterator[Problem]:
@@ -147,6 +162,10 @@ def _redis(container: Container) -> Iterator[Problem]:
             yield container.problem(f"{probe}.exec.command", f"{words[0]} does not ask Redis: use redis-cli ping")
         elif words[0] == "redis-cli" and str(words[-1]).lower() != "ping":
             yield container.problem(f"{probe}.exec.command", f"must end with ping, not {words[-1]}")
+        port = words[words.index("-p") + 1] if "-p" in words[:-1] else None
+        if port is not None and int(port) not in container.ports.values():
+            message = f"the container has no port {port}: use {', '.join(map(str, container.ports.values()))}"
+            yield container.problem(f"{probe}.exec.command", message)
 
 
 def _port_of(address: str) -> str:

@@ -64,6 +64,7 @@ def redis_problems(configured: list[Configured], objects: Objects) -> Iterator[P
         if not tiers & {service.name for service in pods.services_of(container.template)}:
             yield from _store(server)
         yield from _memory(server)
+        yield from _files(server)
 
 
 def _words(container: Container) -> dict[str, str]:
@@ -103,6 +104,14 @@ def _memory(server: Server) -> Iterator[Problem]:
             f"{limit_text} must be {mebibytes(needed)} or more for --maxmemory {text} ({server.places['maxmemory']})"
         )
         yield container.problem("resources.limits.memory", message)
+
+
+def _files(server: Server) -> Iterator[Problem]:
+    """Yield files of certificates that no volume has."""
+    for option, path in server.options.items():
+        if option.startswith("tls-") and option.endswith("-file") and mount_of(server.container, path) is None:
+            message = f"{path} of --{option} is on no volume: mount the Secret there"
+            yield server.container.problem(server.places[option], message)
 
 
 def _store(server: Server) -> Iterator[Problem]:

@@ -59,6 +59,7 @@ def reference_problems(objects: Objects) -> Iterator[Problem]:
             yield from _pod_references(template, objects)
         yield from _scale_target(document, objects)
         yield from _named_service(document, objects)
+        yield from _target(document, objects)
     for document in of_kind(objects.documents, "Service", "PodMonitor", "NetworkPolicy"):
         yield from _selected_ports(document, objects)
     for document in of_kind(objects.documents, "HTTPRoute", "GRPCRoute", "TCPRoute"):
@@ -242,6 +243,15 @@ def _service(document: Document, objects: Objects) -> Iterator[Problem]:
             if port.get("protocol", "TCP") != entry.get("protocol", "TCP"):
                 message = f"must be {entry.get('protocol', 'TCP')}, as of the port of the container"
                 yield document.problem(f"spec.ports[{index}].protocol", message)
+
+
+def _target(document: Document, objects: Objects) -> Iterator[Problem]:
+    """Yield a policy for a Service that is not there."""
+    for name in ("targetRef", "targetReference"):
+        reference = document.spec.get(name)
+        is_service = isinstance(reference, dict) and reference.get("kind") == "Service"
+        if is_service and not objects.has("Service", reference.get("name", "")):
+            yield document.problem(f"spec.{name}.name", f"there is no Service {reference.get('name')}")
 
 
 def _parents(document: Document, objects: Objects) -> Iterator[Problem]:

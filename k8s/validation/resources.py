@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .autoscaling import num_replicas
 from .container_settings import Configured
-from .documents import Container, Problem, at
+from .documents import Container, Document, Problem, at, of_kind
 from .quantities import number_of
 
 _GPU = "nvidia.com/gpu"
@@ -18,6 +19,28 @@ def resource_problems(containers: list[Container], configured: list[Configured])
     for one in configured:
         yield from _gpus(one)
         yield from _threads(one)
+
+
+def quota_problems(documents: list[Document]) -> Iterator[Problem]:
+    """Yield quotas that the pods of an overlay exceed already at their lowest numbers."""
+    templates = [
+        (template, num_replicas(template, documents)) for document in documents for template in document.templates
+    ]
+    for quota in of_kind(documents, "ResourceQuota"):
+        for name, value in (quota.spec.get("hard") or {}).items():
+            part, _, resource = name.partition(".")
+            if name != "pods" and (part not in ("requests", "limits") or resource not in ("cpu", "memory")):
+                continue
+            needed = sum(
+                count * sum(number_of(at(one.body, "resources", part, resource)) or 0.0 for one in template.containers)
+                if name != "pods"
+                else count
+                for template, count in templates
+            )
+            if needed > (number_of(value) or 0.0):
+                yield quota.problem(
+                    f"spec.hard.{name}", f"{value} must be {needed:g} or more for the pods of the overlay"
+                )
 
 
 def _requests(container: Container) -> Iterator[Problem]:

@@ -79,3 +79,27 @@ def command_of_a_probe(overlay: Overlay) -> Place:
 def rollout_that_ends_before_a_start(overlay: Overlay) -> Place:
     document = container_of(overlay, "target").template.document
     return changed(document, "spec.progressDeadlineSeconds", document.spec, "progressDeadlineSeconds", 60)
+
+
+@planted_in("plain")
+def port_that_a_probe_asks_redis_at(overlay: Overlay) -> Place:
+    command = ["redis-cli", "-p", "6380", "ping"]
+    return in_container(container_of(overlay, "redis"), "readinessProbe.exec.command", command)
+
+
+@planted_in("cloud")
+def path_of_a_load_balancer(overlay: Overlay) -> Place:
+    document = overlay.one("HealthCheckPolicy")
+    check = document.spec["default"]["config"]["httpsHealthCheck"]
+    return changed(document, "spec.default.config.httpsHealthCheck.requestPath", check, "requestPath", "/")
+
+
+@planted_in("cloud")
+def load_balancer_of_no_service(overlay: Overlay) -> Place:
+    document = overlay.one("HealthCheckPolicy")
+    return changed(document, "spec.targetRef.name", document.spec["targetRef"], "name", "gateways")
+
+
+@planted_in("cloud")
+def plaintext_probe_of_an_encrypted_port(overlay: Overlay) -> Place:
+    return in_container(container_of(overlay, "gateway"), "readinessProbe.httpGet.scheme", "HTTP")

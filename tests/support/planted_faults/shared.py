@@ -11,6 +11,7 @@ from tests.support.planted_faults.overlay import Fault, Overlay, Place, at_field
 #: Components upon the base that faults are planted in, by the name that faults call them by.
 COMPOSITIONS = {
     "plain": ("hpa", "monitoring", "images"),
+    "cloud": ("gateway", "tls", "redis-auth", "quotas", "platform-gke", "images"),
     "rich": ("gateway", "model-hub", "model-volume", "redis-auth", "gpu", "monitoring", "keda", "images"),
 }
 SHARED_FAULTS: dict[tuple[str, str], Fault] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support.planted_faults.overlay import Overlay, Place, at_env, at_field, entry_of, set_value
-from tests.support.planted_faults.shared import at_pod, changed, container_of, in_container, planted_in
+from tests.support.planted_faults.shared import argument, at_pod, changed, container_of, in_container, planted_in
 
 
 def _trigger(overlay: Overlay, name: str, index: int, field: str, old: str, new: str) -> Place:
@@ -138,6 +138,34 @@ def service_without_the_key_of_services(overlay: Overlay) -> Place:
     container = container_of(overlay, "target")
     container.body["env"].remove(entry_of(container, "SERVICE_KEY"))
     return at_field(container, "")
+
+
+@planted_in("cloud")
+def certificate_of_one_service_alone(overlay: Overlay) -> Place:
+    container = container_of(overlay, "draft")
+    for name in ("TLS_CERT", "TLS_KEY", "TLS_CA"):
+        container.body["env"].remove(entry_of(container, name))
+    set_value(container, "INSECURE", "true")
+    return at_env(container, "SPECDEC_DRAFT__TLS_CERT")
+
+
+@planted_in("cloud")
+def gateway_that_dials_in_plaintext(overlay: Overlay) -> Place:
+    container = container_of(overlay, "gateway")
+    for name in ("TLS_CA", "TLS_SERVER_NAME"):
+        container.body["env"].remove(entry_of(container, name))
+    return at_env(container, "SPECDEC_GATEWAY__TLS_CA")
+
+
+@planted_in("cloud")
+def certificate_in_place_of_the_authority(overlay: Overlay) -> Place:
+    return set_value(container_of(overlay, "target"), "TLS_CA", "/tls/tls.crt")
+
+
+@planted_in("cloud")
+def certificate_of_redis_on_no_volume(overlay: Overlay) -> Place:
+    container = container_of(overlay, "redis")
+    return argument(container, "--tls-cert-file", "/certificates/tls.crt")
 
 
 # ---- images and models -----------------------------------------------------------------------------------------------

@@ -177,3 +177,9 @@ def rollout_that_cannot_move(overlay: Overlay) -> Place:
 def targets_that_end_when_idle(overlay: Overlay) -> Place:
     document = overlay.named("ScaledObject", "target")
     return changed(document, "spec.minReplicaCount", document.spec, "minReplicaCount", 0)
+
+
+@planted_in("cloud")
+def quota_below_the_pods(overlay: Overlay) -> Place:
+    document = overlay.one("ResourceQuota")
+    return changed(document, "spec.hard.requests.memory", document.spec["hard"], "requests.memory", "2Gi")
