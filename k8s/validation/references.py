@@ -248,10 +248,9 @@ def _service(document: Document, objects: Objects) -> Iterator[Problem]:
 def _target(document: Document, objects: Objects) -> Iterator[Problem]:
     """Yield a policy for a Service that is not there."""
     for name in ("targetRef", "targetReference"):
-        reference = document.spec.get(name)
-        is_service = isinstance(reference, dict) and reference.get("kind") == "Service"
-        if is_service and not objects.has("Service", reference.get("name", "")):
-            yield document.problem(f"spec.{name}.name", f"there is no Service {reference.get('name')}")
+        service = at(document.spec, name, "name")
+        if at(document.spec, name, "kind") == "Service" and not objects.has("Service", service):
+            yield document.problem(f"spec.{name}.name", f"there is no Service {service}")
 
 
 def _parents(document: Document, objects: Objects) -> Iterator[Problem]:

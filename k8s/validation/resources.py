@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .autoscaling import num_replicas
 from .container_settings import Configured
-from .documents import Container, Document, Problem, at, of_kind
+from .documents import Container, Document, PodTemplate, Problem, at, of_kind
 from .quantities import number_of
 
 _GPU = "nvidia.com/gpu"
@@ -23,24 +23,23 @@ def resource_problems(containers: list[Container], configured: list[Configured])
 
 def quota_problems(documents: list[Document]) -> Iterator[Problem]:
     """Yield quotas that the pods of an overlay exceed already at their lowest numbers."""
-    templates = [
-        (template, num_replicas(template, documents)) for document in documents for template in document.templates
-    ]
+    templates = [template for document in documents for template in document.templates]
+    pods = [(template, num_replicas(template, documents)) for template in templates]
     for quota in of_kind(documents, "ResourceQuota"):
         for name, value in (quota.spec.get("hard") or {}).items():
-            part, _, resource = name.partition(".")
-            if name != "pods" and (part not in ("requests", "limits") or resource not in ("cpu", "memory")):
-                continue
-            needed = sum(
-                count * sum(number_of(at(one.body, "resources", part, resource)) or 0.0 for one in template.containers)
-                if name != "pods"
-                else count
-                for template, count in templates
-            )
+            needed = sum(count * _counted(template, name) for template, count in pods)
             if needed > (number_of(value) or 0.0):
-                yield quota.problem(
-                    f"spec.hard.{name}", f"{value} must be {needed:g} or more for the pods of the overlay"
-                )
+                message = f"{value} must be {needed:g} or more for the pods of the overlay"
+                yield quota.problem(f"spec.hard.{name}", message)
+
+
+def _counted(template: PodTemplate, name: str) -> float:
+    """Return what one pod counts for a resource of a quota; 0 for one that is counted otherwise."""
+    if name == "pods":
+        return 1.0
+    part, _, resource = name.partition(".")
+    containers = template.containers if resource in ("cpu", "memory") else []
+    return sum(number_of(at(one.body, "resources", part, resource)) or 0.0 for one in containers)
 
 
 def _requests(container: Container) -> Iterator[Problem]:
