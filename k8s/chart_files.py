@@ -1,7 +1,7 @@
 """Copies the manifests that the Helm chart installs as they are to `k8s/chart/files`: `python -m k8s.chart_files`.
 
-A chart may read files of its own folder alone. Everything else of the chart is in its templates, and a test compares what
-they give with what kustomize gives.
+A chart may read files of its own folder alone. Everything else of the chart is in its templates, and a test compares
+what they give with what kustomize gives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks manifests, compose files, rules and Dockerfiles: `python -m k8s.validate` (`make k8s-validate`).
 
-Every overlay and every pair of components is rendered, and its documents are checked against schemas, against each
-other, and against the settings and metrics of the services. Each problem is one line with file, object and field; the
-exit code is 1 if there is one.
+Every overlay, every pair of components and the Helm chart with each of its example values are rendered, and the
+documents are checked against schemas, against each other, and against the settings and metrics of the services. Each
+problem is one line with file, object and field; the exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ def main(argv: list[str] | None = None) -> int:
     """Run the checks; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m k8s.validate", description=__doc__)
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of the repository")
-    parser.add_argument("--tools", type=Path, default=TOOLS, help="folder of kubectl and of the linters")
+    parser.add_argument("--tools", type=Path, default=TOOLS, help="folder of kubectl, helm and the linters")
     options = parser.parse_args(argv)
     begin_s = time.monotonic()
     if not (options.tools / "kubectl").exists():
         print(f"error: --tools {options.tools}: there is no kubectl; make k8s-validate installs it", file=sys.stderr)
         return 2
     root = options.root.resolve()
-    report = check_repository(root, options.tools / "kubectl")
+    helm = options.tools / "helm"
+    if not helm.exists():
+        print(
+            f"left out: the Helm chart, because there is no helm in {options.tools} (make k8s-tools needs npm for it)"
+        )
+    report = check_repository(root, options.tools / "kubectl", helm if helm.exists() else None)
     with ThreadPoolExecutor(1) as background:  # the linters are processes of their own
         documents = list(report.documents.values())
         found = background.submit(lambda: list(lint_problems(root, options.tools, documents)))

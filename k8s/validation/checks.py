@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from .agreement import difference_of_services
 from .autoscaling import autoscaling_problems
+from .chart import CHART, find_chart_values, render_chart
 from .compose import ComposeService, compose_problems, compose_services, difference_problems
 from .compositions import Overlay, composition_problems, find_overlays, find_pairs
 from .container_settings import agreement_problems, configured_containers
@@ -58,13 +60,17 @@ class Report:
         self.problems.setdefault(problem, []).append(overlay)
 
 
-def check_repository(root: Path, kubectl: Path) -> Report:
-    """Render and check every overlay below `root`/k8s, the compose files and the rule files."""
+def check_repository(root: Path, kubectl: Path, helm: Path | None = None) -> Report:
+    """Render and check every overlay below `root`/k8s, the compose and rule files, and the chart if there is helm."""
     report = Report()
     _, problems = _series(root)
     for problem in (*problems, *compose_problems(root), *composition_problems(root)):
         report.add(problem)
-    _check(find_overlays(root), root, kubectl, report)
+    _check_overlays(find_overlays(root), root, kubectl, report)
+    if helm:
+        charts = {f"{CHART.as_posix()}/ci/{values.name}": partial(render_chart, root, helm, "--values", str(values))
+                  for values in find_chart_values(root)}  # fmt: skip
+        _check(charts, Surroundings(_series(root)[0], read_outside(root)), report)
     return report
 
 
@@ -72,7 +78,7 @@ def check_pairs(root: Path, kubectl: Path, report: Report) -> int:
     """Render and check every pair of components; add what is wrong to the report. Return the number of pairs."""
     pairs = find_pairs(root)
     among = Report()
-    _check(pairs, root, kubectl, among)
+    _check_overlays(pairs, root, kubectl, among)
     for problem, names in among.problems.items():
         if problem not in report.problems:  # overlays have said so
             report.problems[problem] = names
@@ -111,27 +117,39 @@ def document_problems(documents: list[Document], surroundings: Surroundings) -> 
     yield from difference_problems(surroundings.compose, configured)
 
 
-def _check(overlays: list[Overlay], root: Path, kubectl: Path, report: Report) -> None:
+def _check_overlays(overlays: list[Overlay], root: Path, kubectl: Path, report: Report) -> None:
     names = [overlay.name for overlay in overlays]
     alike = next((name for name in _LIKE_COMPOSE if name in names), None)
-    series, outside = _series(root)[0], read_outside(root)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # kubectl is a process of its own
-        rendered = threads.map(lambda overlay: _rendered(overlay, root, kubectl), overlays)
-        for overlay, documents in zip(overlays, rendered, strict=True):
+    surroundings = Surroundings(_series(root)[0], read_outside(root))
+    renders = {overlay.name: partial(render, overlay, root, kubectl) for overlay in overlays}
+    _check(renders, surroundings, report, alike=alike, compose=compose_services(root))
+
+
+def _check(
+    renders: Mapping[str, Callable[[], list[Document]]],
+    surroundings: Surroundings,
+    report: Report,
+    *,
+    alike: str | None = None,
+    compose: list[ComposeService] | None = None,
+) -> None:
+    """Render and check what has a name; what is called `alike` is compared with compose services too."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # kubectl and helm are processes of their own
+        for name, documents in zip(renders, threads.map(_rendered, renders.values()), strict=True):
             if isinstance(documents, Problem):
-                report.add(documents, overlay.name)
+                report.add(documents, name)
                 continue
-            report.overlays[overlay.name] = len(documents)
+            report.overlays[name] = len(documents)
             for document in documents:
                 report.documents.setdefault(repr(document.body), document)
-            compose = compose_services(root) if overlay.name == alike else []
-            for problem in document_problems(documents, Surroundings(series, outside, compose)):
-                report.add(problem, overlay.name)
+            compared = replace(surroundings, compose=compose or []) if name == alike else surroundings
+            for problem in document_problems(documents, compared):
+                report.add(problem, name)
 
 
-def _rendered(overlay: Overlay, root: Path, kubectl: Path) -> list[Document] | Problem:
+def _rendered(render_documents: Callable[[], list[Document]]) -> list[Document] | Problem:
     try:
-        return render(overlay, root, kubectl)
+        return render_documents()
     except RenderingError as error:
         return error.problem
 

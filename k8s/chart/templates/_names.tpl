@@ -46,28 +46,3 @@ specdec.dev/pool: {{ . }}
 {{- define "specdec.mebibytes" -}}
 {{ if mod . 1024 }}{{ int64 . }}Mi{{ else }}{{ div . 1024 }}Gi{{ end }}
 {{- end }}
-
-{{/*
-Objects of a file of the kustomize manifests, in this release's namespace. Of: root, path. `networkPolicies` may replace
-the peers of a policy's first rule, and `quotas` the numbers of a quota.
-*/}}
-{{- define "specdec.file" -}}
-{{- $root := .root -}}
-{{- range regexSplit "(?m)^---$" (.root.Files.Get (printf "files/%s" .path) | required .path) -1 }}
-{{- $object := fromYaml . -}}
-{{- $name := $object.metadata.name -}}
-{{- if ne $object.kind "PriorityClass" }}{{ $_ := set $object.metadata "namespace" $root.Release.Namespace }}{{ end -}}
-{{- $labels := dict "app.kubernetes.io/part-of" "specdec" -}}
-{{- if hasSuffix "monitoring.coreos.com/v1" $object.apiVersion }}{{ $labels = merge $labels $root.Values.monitoring.labels }}{{ end -}}
-{{- $_ := set $object.metadata "labels" $labels -}}
-{{- if eq $object.kind "NetworkPolicy" }}
-{{- with index $root.Values.networkPolicies.from $name }}{{ $_ := set (first $object.spec.ingress) "from" . }}{{ end }}
-{{- with index $root.Values.networkPolicies.to $name }}{{ $_ := set (first $object.spec.egress) "to" . }}{{ end }}
-{{- end }}
-{{- if eq $object.kind "ResourceQuota" }}
-{{- range $key, $value := $root.Values.quotas.hard }}{{ $_ := set $object.spec.hard $key $value }}{{ end }}
-{{- end }}
----
-{{ toYaml $object }}
-{{- end }}
-{{- end }}
