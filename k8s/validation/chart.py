@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ CHART = Path("k8s") / "chart"
 NAMESPACE = "specdec"
 _SOURCE = re.compile(r"^# Source: specdec/(?P<path>.+)$", re.MULTILINE)
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def find_helm(tools: Path) -> Path | None:
+    """Return the path of helm: in `tools`, or else on the PATH."""
+    return next((path for path in (tools / "helm", Path(shutil.which("helm") or "")) if path.is_file()), None)
 
 
 def find_chart_values(root: Path) -> list[Path]:

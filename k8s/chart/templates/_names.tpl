@@ -27,7 +27,7 @@ specdec.dev/pool: {{ . }}
 {{- define "specdec.image" -}}
 {{- $images := .root.Values.images -}}
 {{ $images.registry }}/{{ index $images.names .role }}
-{{- with index $images.digests .role }}@{{ . }}{{ else }}:{{ $images.tag | default .root.Chart.AppVersion }}{{ end }}
+{{- with index $images.digests .role }}@{{ . }}{{ else }}:{{ $images.tag | default .root.Chart.Version }}{{ end }}
 {{- end }}
 
 {{/* Secret with the URL of Redis, and its password. */}}

@@ -12,6 +12,8 @@ from tests.unit.deployment.test_chart import installed, needs_helm, values_of
 pytestmark = needs_helm
 
 PEER = "redis.peers[0].ipBlock.cidr=10.0.0.5/32"
+TLS = ("tls.enabled=true", "tls.secret=specdec-tls")
+SIZES = ("requests.cpu", "requests.memory", "limits.memory")
 
 
 def environment(deployment: dict[str, Any]) -> dict[str, Any]:
@@ -25,7 +27,9 @@ def changed(*settings: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_there_may_be_any_number_of_draft_pools(number: int) -> None:
-    objects = changed("drafts.pools.default=null", *(f"drafts.pools.p{index}.model=m{index}" for index in range(number)))
+    objects = changed(
+        "drafts.pools.default=null", *(f"drafts.pools.p{index}.model=m{index}" for index in range(number))
+    )
     for kind in ("Deployment", "PodDisruptionBudget"):
         assert sorted(title for title in objects if title.startswith(f"{kind}/draft")) == [
             f"{kind}/draft-p{index}" for index in range(number)
@@ -67,7 +71,7 @@ def test_pools_scale_and_are_placed_on_their_own() -> None:
             "redis+sentinel://a:26379,b:26379/main",
         ),
         (
-            ["redis.mode=sentinel", "redis.sentinels={a:26379}", "redis.service=main", "tls.enabled=true", "tls.secret=t"],
+            ["redis.mode=sentinel", "redis.sentinels={a:26379}", "redis.service=main", *TLS],
             "rediss+sentinel://a:26379/main?ssl_ca_certs=/tls/ca.crt",
         ),
     ],
@@ -130,18 +134,17 @@ def test_dashboards_and_rules_get_the_labels_by_which_operators_find_them() -> N
         (["autoscaling.kind=hpa", "drafts.pools.code.minReplicas=0"], ["drafts.pools.code.minReplicas: 0", "keda"]),
         (["coordinator.minReplicas=7"], ["coordinator.maxReplicas: 6 is below", "7"]),
         (["drafts.pools.code.settings.listen=x"], ["drafts.pools.code.settings.listen", "remove it"]),
-        (["networkPolicies.from.gatway[0].podSelector.a=b"], ["networkPolicies.from.gatway", "use one of", "coordinator"]),
+        (["networkPolicies.to.drafts[0].podSelector.a=b"], ["networkPolicies.to.drafts", "use one of coordinator"]),
         (["redis.url=redis://a:1"], ["redis: url, sentinels and peers", "mode own"]),
         (["redis.mode=external"], ["redis.url: mode external needs it"]),
         (["redis.mode=external", "redis.url=redis://a:1"], ["redis.peers: mode external needs them", "ipBlock"]),
         (["redis.mode=sentinel", PEER], ["redis.sentinels: mode sentinel needs them"]),
         (
-            ["redis.mode=external", PEER, "redis.url=redis://a:1", "tls.enabled=true", "tls.secret=t"],
+            ["redis.mode=external", PEER, "redis.url=redis://a:1", *TLS],
             ["redis.url: redis://a:1 is not encrypted", "rediss://"],
         ),
         (
-            [f"drafts.pools.code.resources.{kind}.{name}=1" for kind in ("requests", "limits") for name in ("cpu", "memory")]
-            + ["drafts.pools.code.accelerator=nvidia"],
+            ["drafts.pools.code.accelerator=nvidia", *(f"drafts.pools.code.resources.{name}=1" for name in SIZES)],
             ["drafts.pools.code.resources.limits", "nvidia.com/gpu"],
         ),
     ],
@@ -154,7 +157,9 @@ def test_values_that_are_wrong_or_do_not_fit_are_refused_by_name(settings: list[
 
 def test_policies_of_a_platform_can_be_changed_only_on_that_platform() -> None:
     peer = "networkPolicies.from.gateway-from-load-balancers[0].ipBlock.cidr=10.1.0.0/16"
-    (rule,) = installed(*values_of("eks"), "--set", peer)["NetworkPolicy/gateway-from-load-balancers"]["spec"]["ingress"]
+    (rule,) = installed(*values_of("eks"), "--set", peer)["NetworkPolicy/gateway-from-load-balancers"]["spec"][
+        "ingress"
+    ]
     assert rule["from"] == [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
     with pytest.raises(RenderingError, match="gateway-from-load-balancers: there is no such policy"):
         changed(peer)
