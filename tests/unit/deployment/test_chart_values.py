@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from k8s.validation.rendering import RenderingError
-from tests.unit.deployment.test_chart import installed, needs_helm, values_of
+from tests.unit.deployment.test_chart import ROOT, installed, needs_helm, values_of
 
 pytestmark = needs_helm
 
@@ -153,6 +154,21 @@ def test_values_that_are_wrong_or_do_not_fit_are_refused_by_name(settings: list[
     with pytest.raises(RenderingError) as caught:
         changed(*settings)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_the_example_of_the_page_gives_the_pools_that_it_names(tmp_path: Path) -> None:
+    section = (ROOT / "docs/how-to/pools-on-kubernetes.md").read_text().partition("## With Helm")[2]
+    (tmp_path / "values.yaml").write_text(section.partition("```yaml\n")[2].partition("```")[0])
+    objects = installed("--values", str(tmp_path / "values.yaml"))
+    models = {
+        title.partition("/")[2]: value
+        for title, body in objects.items()
+        if title.startswith("Deployment/")
+        for name, value in environment(body).items()
+        if name.endswith("__MODEL")
+    }
+    assert models == {"draft": "Qwen/Qwen3-0.6B", "draft-code": "Qwen/Qwen3-1.7B", "target": "Qwen/Qwen3-8B"}
+    assert objects["HorizontalPodAutoscaler/draft-code"]["spec"]["maxReplicas"] == 2
 
 
 def test_policies_of_a_platform_can_be_changed_only_on_that_platform() -> None:

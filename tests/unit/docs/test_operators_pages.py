@@ -44,6 +44,7 @@ ELSEWHERE = {
     r"make (images|up|down)$": "test_pods builds the images; test_deployment_files compares the compose file",
     r"docker compose ": "needs Docker; the validator reads the compose file",
     r"curl ": "test_production of tests/pods sends such a request; test_documented_code sends the one without a key",
+    r"helm (install|template) ": "test_chart_values renders the example of the page and asks for the refusal",
     r"pip uninstall ": "changes the environment of the reader",
     r"make push-images ": "needs a registry; its names are compared below",
 }
