@@ -17,6 +17,7 @@ from .schemas import KUBERNETES_VERSIONS
 CHART = Path("k8s") / "chart"
 NAMESPACE = "specdec"
 _SOURCE = re.compile(r"^# Source: specdec/(?P<path>.+)$", re.MULTILINE)
+_SEPARATOR = re.compile(r"^---$", re.MULTILINE)
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -47,7 +48,7 @@ def render_chart(root: Path, helm: Path, *arguments: str) -> list[Document]:
     )
     if run.returncode:
         raise RenderingError(Problem((CHART / "templates").as_posix(), "", "", " ".join(run.stderr.split())))
-    return [document for part in run.stdout.split("\n---\n") for document in _documents(part)]
+    return [document for part in _SEPARATOR.split(run.stdout) for document in _documents(part)]
 
 
 def _documents(part: str) -> list[Document]:

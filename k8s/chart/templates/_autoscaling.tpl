@@ -23,8 +23,8 @@ spec:
     - type: prometheus
       name: {{ .name }}
       metadata:
-        serverAddress: {{ $.root.Values.autoscaling.prometheus }}
-        query: {{ .query }}
+        serverAddress: {{ $.root.Values.autoscaling.prometheus | quote }}
+        query: {{ .query | quote }}
         threshold: {{ include "specdec.text" .threshold | quote }}
         {{- with .activationThreshold }}
         activationThreshold: {{ include "specdec.text" . | quote }}

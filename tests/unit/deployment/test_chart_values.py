@@ -108,9 +108,10 @@ def test_images_come_by_digest_from_one_registry() -> None:
 def test_dashboards_and_rules_get_the_labels_by_which_operators_find_them() -> None:
     objects = changed("monitoring.enabled=true", "monitoring.dashboards=true", "monitoring.labels.release=prometheus")
     assert objects["PodMonitor/specdec"]["metadata"]["labels"] == {"release": "prometheus"}
-    boards = [body for title, body in objects.items() if title.startswith("ConfigMap/specdec-dashboard-")]
-    assert len(boards) == 4
-    assert all(body["metadata"]["labels"] == {"grafana_dashboard": "1"} for body in boards)
+    for path in (ROOT / "monitoring/grafana").glob("*.json"):
+        board = objects[f"ConfigMap/specdec-dashboard-{path.stem}"]
+        assert board["metadata"]["labels"] == {"grafana_dashboard": "1"}
+        assert board["data"] == {path.name: path.read_text()}
 
 
 @pytest.mark.parametrize(
