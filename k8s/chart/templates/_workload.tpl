@@ -1,10 +1,10 @@
 {{/*
 Deployment and disruption budget of a service. Of: root, role, pool (empty for roles without pools), values (those of the
-service or pool), env (YAML, settings that only this role has).
+service or pool), field (their path, for errors), model (that it loads), scaled (an autoscaler has the number of replicas),
+env (YAML, settings that only this role has).
 */}}
 {{- define "specdec.workload" -}}
 {{- $root := .root -}}
-{{- $role := .role -}}
 {{- $values := .values -}}
 {{- $table := index (include "specdec.roles" . | fromYaml) .role -}}
 {{- $labels := include "specdec.labels" . -}}
@@ -21,7 +21,7 @@ spec:
   {{- end }}
   selector:
     matchLabels: {{- $labels | nindent 6 }}
-  strategy: # a rollout needs no spare GPU: the old pod ends first
+  strategy: # with GPUs the old pod ends first, so that a rollout needs no spare one
     rollingUpdate: { maxUnavailable: {{ ternary 1 0 $nvidia }}, maxSurge: {{ ternary 0 1 $nvidia }} }
   progressDeadlineSeconds: 3600 # a pod may fetch and load 140 GB of weights first
   template:
