@@ -38,6 +38,7 @@ from coordinator.front.access import CoordinatorAccess, Readiness, open_access, 
 from coordinator.front.drains import Drains
 from coordinator.front.servicer import CoordinatorServicer
 from coordinator.front.tenants import CallTenants
+from coordinator.generation.expired_turns import record_expired_turns
 from coordinator.generation.generation_service import GenerationService, GenerationSettings
 from coordinator.lookup.history import TokenHistories
 from coordinator.lookup.lookup import LookupKind
@@ -67,6 +68,7 @@ from specdec.service import memory
 from specdec.service.lifecycle import require_addresses, run_to_exit_code, stop_on_signals
 from specdec.settings.addresses import advertised_address, guarded_address, is_loopback
 from specdec.settings.reading import opened, parse_settings
+from specdec.settings.shared import DAY_S
 from specdec.state.live_coordinators import coordinator_info
 from specdec.state.redis_store import open_registry, open_store
 from specdec.state.registry import Heartbeat
@@ -131,10 +133,16 @@ async def _serve(settings: CoordinatorSettings) -> None:
         if not await store_answers(settings.redis_url, settings.store_wait_s, stop):
             return
         store = open_store(
-            settings.redis_url, tenant=settings.tenant, cluster=settings.cluster, session_ttl_s=settings.session_ttl_s
+            settings.redis_url,
+            tenant=settings.tenant,
+            cluster=settings.cluster,
+            session_ttl_s=settings.session_ttl_s,
+            usage_kept_s=settings.usage_days * DAY_S,
         )
         ending.push_async_callback(store.close)
         await store.ping()
+        if settings.usage_days:
+            await store.usage().check_rights()
         metrics.watch_store(lambda: store.num_failures)
         readiness = Readiness(lambda is_ready: server.set_serving() if is_ready else server.set_not_serving())
         registry = _open_registry(settings, access, ending)
@@ -206,6 +214,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             pools.watch(),
             watch_targets(pools),
             readiness.watch_store(store),
+            record_expired_turns(store.usage(), settings.usage_days * DAY_S, settings.session_ttl_s),
             watch_loop_lag(metrics.observe_loop_lag),
             health.watch_loop(),
         )

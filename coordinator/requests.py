@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from specdec.contract.output_form import OutputForm
+from specdec.contract.payer import NO_PAYER, Payer
 from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.contract.tools import OutputPart, Tools
 from specdec.contract.types import FinishReason, Mode, SamplingParams, TokenIds, TokenSource
@@ -84,6 +85,8 @@ class GenerationRequest:
     former_digests: tuple[str, ...] = ()
     """Digests of the same request in the forms that older versions stored."""
 
+    key_id: str = ""
+    """Id of the caller's API key; "" without one."""
     tenant: str = DEFAULT_TENANT
     """Tenant that owns the session; not part of the digest, which is compared within one session."""
     priority: int = 0
@@ -141,6 +144,7 @@ class GenerationIdentity:
     turn: int
     output_start: int
     parameters: RequestParameters
+    payer: Payer = NO_PAYER
 
 
 @dataclass(frozen=True, slots=True)

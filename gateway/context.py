@@ -11,6 +11,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.upstream import Upstream
 from specdec.access.grants import Access
 from specdec.client import AsyncClient
+from specdec.contract.payer import key_id_of
 from specdec.contract.tenant import DEFAULT_TENANT
 from specdec.observability.logging import X_REQUEST_ID
 from specdec.observability.tracing import Tracing
@@ -36,6 +37,8 @@ class Gateway:
     def client(self, request: Request, *, tries_again: bool = True) -> AsyncClient:
         """Return the client for calls of the request and its tenant. Arguments and errors as of `Upstream.client`."""
         client = self.upstream.client(_tenant_of(request), tries_again=tries_again)
+        if key_id := key_id_of(_access_of(request).key_hash):
+            client = client.for_key(key_id)
         return client.for_request(request.scope["state"][X_REQUEST_ID])
 
     def store_tenant(self, request: Request) -> str:
@@ -44,8 +47,12 @@ class Gateway:
 
 
 def _tenant_of(request: Request) -> str:
+    return _access_of(request).tenant
+
+
+def _access_of(request: Request) -> Access:
     access: Access = request.scope["state"][ACCESS]
-    return access.tenant
+    return access
 
 
 def wants_event_ids(request: Request) -> bool:

@@ -162,7 +162,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             checked = await self._constraints.with_form(checked)
             check_follows_constraints(checked, is_possible=self._pools.follows_constraints)
             checked = await self._constraints.admit(checked, answer, limits.eos_token_ids, tenant)
-            reader = await self._generations.open(replace(checked, tenant=tenant, deadline_s=_deadline_s(context)))
+            key_id, deadline_s = self._tenants.key_id_of(context), _deadline_s(context)
+            reader = await self._generations.open(replace(checked, tenant=tenant, key_id=key_id, deadline_s=deadline_s))
         except SpecdecError as error:
             self._generations.count_refusal(error)
             raise

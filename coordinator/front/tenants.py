@@ -13,6 +13,7 @@ from typing import Any
 from specdec.access.grants import OPERATE, SERVICE, Access
 from specdec.access.guards import RefusalLog, caller
 from specdec.contract.errors import Forbidden, InvalidRequest
+from specdec.contract.payer import KEY_ID_KEY, check_key_id, key_id_of
 from specdec.contract.tenant import DEFAULT_TENANT, TENANT_KEY, check_tenant
 from specdec.observability.logging import bind_task
 
@@ -44,6 +45,20 @@ class CallTenants:
             raise
         bind_task(tenant=tenant)
         return tenant
+
+    def key_id_of(self, context: Any) -> str:
+        """Return the id of the API key that a call is made with, or for; "" without one.
+
+        A gateway states the key of its own caller, and is believed if it may name tenants or if nobody needs a key.
+
+        Raises:
+            InvalidRequest: what the call states is not the id of a key.
+        """
+        access = caller()
+        named = [value for key, value in context.invocation_metadata() or () if key == KEY_ID_KEY]
+        if named and (access.names_tenants or not (access.key_hash or access.tenant)):
+            return check_key_id(named[-1])
+        return key_id_of(access.key_hash)
 
     def is_own(self, tenant: str) -> bool:
         """Return whether a tenant is the coordinator's own one."""

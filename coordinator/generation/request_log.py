@@ -207,24 +207,22 @@ def check_left(request: GenerationRequest, record: SessionRecord | None) -> None
 
 
 def identity_of(session_id: str, stored: RequestRecord) -> GenerationIdentity:
+    parameters = decode_parameters(stored.parameters_json)
     return GenerationIdentity(
-        session_id=session_id,
-        request_id=stored.request_id,
-        digest=stored.request_digest,
-        turn=stored.turn,
-        output_start=stored.output_start,
-        parameters=decode_parameters(stored.parameters_json),
+        session_id, stored.request_id, stored.request_digest, stored.turn, stored.output_start, parameters, stored.payer
     )
 
 
 def record_of(identity: GenerationIdentity) -> RequestRecord:
     """Return the record that is stored when a request begins; `identity_of` reads it back."""
+    parameters_json = encode_parameters(identity.parameters)
     return RequestRecord(
-        request_id=identity.request_id,
-        request_digest=identity.digest,
-        parameters_json=encode_parameters(identity.parameters),
-        turn=identity.turn,
-        output_start=identity.output_start,
+        identity.request_id,
+        identity.digest,
+        parameters_json,
+        identity.turn,
+        identity.output_start,
+        payer=identity.payer,
     )
 
 

@@ -43,8 +43,10 @@ from coordinator.text.prompt import Prompt, encode_prompt, resolve_sampling
 from coordinator.text.text_process import in_thread
 from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import InvalidRequest, NotFound, SessionBusy, SessionLost, SpecdecError
+from specdec.contract.payer import Payer
 from specdec.contract.tenant import SessionKey
 from specdec.contract.types import SamplingParams, TokenIds
+from specdec.observability.series import served_name
 from specdec.state.store import Lease, SessionRecord, SessionStore
 
 _log = logging.getLogger(__name__)
@@ -277,6 +279,7 @@ class TurnPreparer:
                 output_form=request.output_form,
                 adapter=target.adapter,
             ),
+            payer=Payer(request.key_id, self._name_of(target.fingerprint, target.adapter)),
         )
 
     def _with_served_model(self, logged: LoggedRequest) -> GenerationIdentity:
@@ -292,7 +295,12 @@ class TurnPreparer:
             target_fingerprint=self._target_models.choose(logged.identity.session_id, adapter=parameters.adapter),
             target_changed=logged.identity.turn > 0,
         )
-        return replace(logged.identity, parameters=parameters)
+        model = self._name_of(parameters.target_fingerprint, parameters.adapter)
+        return replace(logged.identity, parameters=parameters, payer=logged.identity.payer._replace(model=model))
+
+    def _name_of(self, fingerprint: str, adapter: str) -> str:
+        """Return the name of a model in usage records: of its adapter, or the last part of its path."""
+        return adapter or served_name(self._pools.model_info(fingerprint).model)
 
     async def _give_up_after(self, error: BaseException, lease: Lease, *, is_new: bool) -> None:
         """Undo what `error` interrupted. Raises NotFound instead of `error` if the session has been deleted."""

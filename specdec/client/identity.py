@@ -9,6 +9,7 @@ from typing import Any, Self
 from specdec.client.sessions import SessionSizes
 from specdec.contract.api_key import API_KEY_RULE, is_api_key
 from specdec.contract.errors import InvalidRequest
+from specdec.contract.payer import KEY_ID_KEY, check_key_id
 from specdec.contract.tenant import TENANT_KEY, check_tenant
 
 Metadata = tuple[tuple[str, str], ...]
@@ -43,11 +44,8 @@ class Identity:
         Raises:
             InvalidRequest: the name is not 1 to 64 letters, digits, `_`, `.` or `-`.
         """
-        others = (pair for pair in self._metadata if pair[0] != TENANT_KEY)
-        view = copy.copy(self)
-        view._metadata = (*others, (TENANT_KEY, check_tenant(tenant)))
+        view = self._with(TENANT_KEY, check_tenant(tenant))
         view._sizes = SessionSizes(remembers=self._sizes.remembers)
-        view._is_view = True
         return view
 
     def for_request(self, request_id: str) -> Self:
@@ -63,11 +61,23 @@ class Identity:
                 f"request_id must be 1 to 128 of A-Z a-z 0-9 . _ : @ / + = -, got {request_id!r:.80}",
                 field="request_id",
             )
+        return self._with(_REQUEST_ID_KEY, request_id)
+
+    def for_key(self, key_id: str) -> Self:
+        """Return a client whose calls name the id of the API key that they are made for, as usage records show it.
+
+        The coordinator believes callers that may name tenants, and takes a caller's own key for any other. The returned
+        client needs no closing: it ends with this one.
+
+        Raises:
+            InvalidRequest: the id is not 16 hexadecimal digits.
+        """
+        return self._with(KEY_ID_KEY, check_key_id(key_id))
+
+    def _with(self, key: str, value: str) -> Self:
+        """Return a client with one entry more in the metadata of its calls."""
         view = copy.copy(self)
-        view._metadata = (
-            *(pair for pair in self._metadata if pair[0] != _REQUEST_ID_KEY),
-            (_REQUEST_ID_KEY, request_id),
-        )
+        view._metadata = (*(pair for pair in self._metadata if pair[0] != key), (key, value))
         view._is_view = True
         return view
 

@@ -123,6 +123,10 @@ class CoordinatorSettings(AccessSettings, TracingSettings, DiallingSettings, Ser
     session_ttl_s: float = Field(default=3600.0, ge=0.1, le=3650 * DAY_S)
     """Seconds that an idle session is kept."""
 
+    usage_days: float = Field(default=7.0, ge=0.0, le=3650.0)
+    """Days for which the store keeps the usage record of each turn, which `specdec usage` reads. A record takes about
+    130 bytes. 0: no turn gets a record."""
+
     max_queue: int = Field(default=1024, ge=1)
     """Limit on requests at once, running and waiting ones together; a further request is refused with QUEUE_FULL."""
 

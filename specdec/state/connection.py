@@ -79,6 +79,8 @@ class RedisConnection:
         try:
             parsed = parse_redis_url(url)
             self._servers: _Servers = _open(parsed, url)
+            self.is_cluster = parsed.kind == CLUSTER
+            """True if the keys are divided among the slots of a Redis Cluster."""
         except ValueError as error:
             raise InvalidRequest(f"the store URL {error}", field="redis_url") from error
         self._place = parsed.place

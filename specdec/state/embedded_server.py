@@ -23,13 +23,14 @@ from fakeredis._clients._tcp_server import TCPFakeRequestHandler
 from redis.exceptions import RedisError, ResponseError
 
 from specdec.state.clients import REDIS_VERSION
+from specdec.state.script_runner import script_text
 
 #: Commands that only touch keys, and those that clients send when they connect. None of them blocks, subscribes or
 #: queues: each is answered before the next is read.
 _COMMANDS = frozenset(
     b"ping echo hello select dbsize flushall flushdb time evalsha exists type ttl pttl expire pexpire persist del "
     b"unlink keys scan get set append strlen getrange setrange hget hset hsetnx hmget hdel hlen hkeys hgetall "
-    b"zadd zrem zcard zrange zscore zrangebyscore".split()
+    b"zadd zrem zcard zrange zscore zrangebyscore xadd xlen xrange".split()
 )
 _SUBCOMMANDS = {
     b"client": frozenset((b"setinfo", b"setname", b"getname", b"list", b"id")),
@@ -50,8 +51,8 @@ local kept = {
 }
 local tables = {
   redis = { call = function(...) return call(...) end, status_reply = function(text) return { ok = text } end },
-  string = { format = string.format },
-  math = { floor = math.floor },
+  string = { format = string.format, match = string.match },
+  math = { floor = math.floor, max = math.max },
   table = { sort = table.sort },
 }
 getmetatable('').__index = tables.string
@@ -158,7 +159,8 @@ def _refusal(command: list[bytes]) -> str | None:
 def own_scripts() -> frozenset[bytes]:
     """Return the text of every script in `scripts/`."""
     folder = resources.files("specdec.state") / "scripts"
-    return frozenset(entry.read_bytes() for entry in folder.iterdir() if entry.name.endswith(".lua"))
+    names = (entry.name.removesuffix(".lua") for entry in folder.iterdir() if entry.name.endswith(".lua"))
+    return frozenset(script_text(name).encode() for name in names)
 
 
 def _strip_lua(fake_server: Any) -> None:

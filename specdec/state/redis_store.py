@@ -45,6 +45,7 @@ from specdec.state.session_fields import (
 )
 from specdec.state.shared_decisions import RedisPromotions, RedisTargetShares
 from specdec.state.store import Commit, KvLocation, Lease, ReplicaRecord, ReplicaRegistry, RequestRecord, SessionRecord
+from specdec.state.usage_records import UsageRecords, usage_keys
 
 DEFAULT_SESSION_TTL_S = 3600.0
 
@@ -73,6 +74,7 @@ class RedisSessionStore:
         tenant: str = DEFAULT_TENANT,
         cluster: str = DEFAULT_CLUSTER,
         session_ttl_s: float = DEFAULT_SESSION_TTL_S,
+        usage_kept_s: float = 0.0,
     ) -> None:
         """Open no connection yet.
 
@@ -81,6 +83,7 @@ class RedisSessionStore:
             tenant: owner of the sessions; tenants share no session.
             cluster: name of the system; clusters on one Redis share no key.
             session_ttl_s: above 0.
+            usage_kept_s: time for which the usage record of a turn is kept; 0: none is written.
 
         Raises:
             InvalidRequest: the URL, the tenant or the cluster is malformed.
@@ -90,6 +93,7 @@ class RedisSessionStore:
         self._tenant = check_tenant(tenant)
         self._session_ttl_s = session_ttl_s
         self._session_ttl_ms = _milliseconds(session_ttl_s)
+        self._usage_kept_s = usage_kept_s
         self._connection = RedisConnection(url)
 
     async def acquire(self, session_id: str, *, owner: str, ttl_s: float, create: bool) -> Lease:
@@ -115,7 +119,7 @@ class RedisSessionStore:
 
     async def renew_all(self, leases: Sequence[Lease]) -> list[SpecdecError | None]:
         calls = [
-            (session_keys(*lease.key, self._cluster), self._fence(lease, _milliseconds(lease.ttl_s)))
+            (self._keys(lease.key), self._fence(lease, _milliseconds(lease.ttl_s)))
             for lease in leases
         ]  # fmt: skip
         answers = await self._connection.run_scripts("renew", calls)
@@ -131,7 +135,8 @@ class RedisSessionStore:
         self, lease: Lease, request: RequestRecord, *, keep: int, token_ids: TokenIds, round_id: int | None = None
     ) -> None:
         rounds: list[str | bytes | int] = [] if round_id is None else ["round", round_id]
-        args = [*self._fence(lease), keep, pack_tokens(token_ids), *request_fields(request), *rounds]
+        usage_ms = round(self._usage_kept_s * 1000)
+        args = [*self._fence(lease), keep, pack_tokens(token_ids), usage_ms, *request_fields(request), *rounds]
         answer = await self._run("begin_request", lease.key, args)
         check_owned(answer, lease)
         check_log(answer, lease, keep)
@@ -142,9 +147,7 @@ class RedisSessionStore:
             raise error
 
     async def commit_all(self, commits: Sequence[tuple[Lease, Commit]]) -> list[SpecdecError | None]:
-        calls = [
-            (session_keys(*lease.key, self._cluster), self._commit_args(lease, commit)) for lease, commit in commits
-        ]
+        calls = [(self._keys(lease.key), self._commit_args(lease, commit)) for lease, commit in commits]
         answers = await self._connection.run_scripts("commit", calls)
         return [
             None if answer == b"OK" else refusal_of(answer, lease, commit)
@@ -227,6 +230,10 @@ class RedisSessionStore:
         """Return the tenant's decision about target models."""
         return RedisTargetShares(self._connection, self._tenant, cluster=self._cluster)
 
+    def usage(self) -> UsageRecords:
+        """Return the usage records of all tenants, on the connections of this store."""
+        return UsageRecords(self._connection, cluster=self._cluster)
+
     @property
     def num_failures(self) -> int:
         """Number of calls that found the store not available."""
@@ -242,7 +249,11 @@ class RedisSessionStore:
 
     def reopen(self) -> RedisSessionStore:
         return RedisSessionStore(
-            self._url, tenant=self._tenant, cluster=self._cluster, session_ttl_s=self._session_ttl_s
+            self._url,
+            tenant=self._tenant,
+            cluster=self._cluster,
+            session_ttl_s=self._session_ttl_s,
+            usage_kept_s=self._usage_kept_s,
         )
 
     async def close(self) -> None:
@@ -250,12 +261,17 @@ class RedisSessionStore:
 
     async def _run(self, script: str, key: SessionKey, args: list[str | bytes | int]) -> Any:
         try:
-            return await self._connection.run_script(script, session_keys(*key, self._cluster), args)
+            return await self._connection.run_script(script, self._keys(key), args)
         except DamagedValue as error:
             raise damage_of(key.session_id, error) from error
 
     def _key(self, session_id: str) -> SessionKey:
         return SessionKey(self._tenant, session_id)
+
+    def _keys(self, key: SessionKey) -> Sequence[str]:
+        """Return the keys of every session script."""
+        usage = usage_keys(key.session_id, self._cluster, is_sharded=self._connection.is_cluster)
+        return *session_keys(*key, self._cluster), *usage
 
     def _fence(self, lease: Lease, *between: int) -> list[str | bytes | int]:
         """Return the first arguments of every fenced script."""
@@ -268,13 +284,16 @@ def open_store(
     tenant: str = DEFAULT_TENANT,
     cluster: str = DEFAULT_CLUSTER,
     session_ttl_s: float = DEFAULT_SESSION_TTL_S,
+    usage_kept_s: float = 0.0,
 ) -> RedisSessionStore:
     """Return the session store at a URL. It connects at the first command; `ping` checks that it is available.
 
     Raises:
         InvalidRequest: the URL, the tenant or the cluster is malformed.
     """
-    return RedisSessionStore(url, tenant=tenant, cluster=cluster, session_ttl_s=session_ttl_s)
+    return RedisSessionStore(
+        url, tenant=tenant, cluster=cluster, session_ttl_s=session_ttl_s, usage_kept_s=usage_kept_s
+    )
 
 
 class RedisReplicaRegistry:

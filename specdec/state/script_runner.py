@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from specdec.state.clients import cancellation_kept
 
 #: Limit of scripts in one pipeline; its last reply waits for all of them.
 MAX_BATCH = 256
+
+#: Line by which a script includes the functions of another one.
+_INCLUDES = re.compile(r"^-- INCLUDES (\w+)$", re.MULTILINE)
 
 #: Keys and arguments of one script.
 ScriptCall = tuple[Sequence[str], Sequence[str | bytes | int]]
@@ -150,8 +154,9 @@ def _fail(requests: Iterable[_Request], error: Exception) -> None:
 
 @cache
 def script_text(name: str) -> str:
-    """Return the text of a script in `scripts/`."""
-    return (resources.files("specdec.state") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
+    """Return the text of a script in `scripts/`, with the functions of the script that it includes."""
+    text = (resources.files("specdec.state") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
+    return _INCLUDES.sub(lambda included: script_text(included[1]), text)
 
 
 @cache

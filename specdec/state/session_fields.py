@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.contract.errors import Internal, LeaseLost, NotFound, SessionLost, SpecdecError, Unavailable
+from specdec.contract.payer import Payer
 from specdec.contract.types import FinishReason
 from specdec.state.connection import DamagedValue
 from specdec.state.store import Commit, KvLocation, Lease, LogSeal, RequestRecord
@@ -129,6 +130,8 @@ def request_fields(request: RequestRecord) -> list[str | bytes | int]:
         *("output_start", request.output_start),
         *("finish_reason", write_finish_reason(request.finish_reason)),
         *("stats_json", request.stats_json),
+        *("key_id", request.payer.key_id),
+        *("model", request.payer.model),
     ]
 
 
@@ -145,6 +148,7 @@ def read_request(meta: dict[str, str]) -> RequestRecord | None:
         output_start=read_number(meta, "output_start"),
         finish_reason=None if finish_reason == RUNNING else FinishReason(finish_reason),
         stats_json=meta["stats_json"],
+        payer=Payer(meta.get("key_id", ""), meta.get("model", "")),  # absent in sessions of older versions
     )
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from specdec.contract.engine_api import EngineInfo
 from specdec.contract.errors import SpecdecError
+from specdec.contract.payer import NO_PAYER, Payer
 from specdec.contract.tenant import DEFAULT_TENANT, SessionKey
 from specdec.contract.types import FinishReason, TokenIds
 
@@ -51,6 +52,7 @@ class RequestRecord:
     finish_reason: FinishReason | None = None
     """None while running."""
     stats_json: str = "{}"
+    payer: Payer = NO_PAYER
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,6 @@ class SessionStore(Protocol):
 
     async def ping(self) -> None:
         """Raise Unavailable if the store is not available."""
-        ...
 
     def of_tenant(self, tenant: str) -> SessionStore:
         """Return the sessions of a tenant, on the connections of this store. Closing either one closes both."""
@@ -285,8 +286,7 @@ class PrefixDirectory(Protocol):
 
         Args:
             chain_hashes: hashes of prefixes of one chain, shortest first, at least one. The first one chooses the
-            cluster
-                slot, so all callers must begin a chain at the same length.
+                cluster slot, so all callers must begin a chain at the same length.
             num_held: by the replica's incarnation, the number of those prefixes that it holds, counted from the first.
         """
         ...

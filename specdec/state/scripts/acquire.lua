@@ -4,11 +4,14 @@
 -- KEYS[2] session tokens (string)
 -- KEYS[3] session lease (string: owner)
 -- KEYS[4] session deletion (string: epoch)
+-- KEYS[5] usage records (stream)
+-- KEYS[6] open turns (sorted set: TENANT:SESSION by the time in ms to look at it)
 -- ARGV[1] owner
 -- ARGV[2] lease ttl, ms
 -- ARGV[3] session ttl, ms
 -- ARGV[4] '1': make the session if there is none
 -- RETURNS {'OK', epoch, '1' where the session was left in order} | {'BUSY'} | {'NOT_FOUND'}
+-- INCLUDES record_turn
 
 -- A lease that would live longer than its ttl is one that the clock was set back under. Its owner, should it live, is
 -- fenced by the epoch; were it dead, nobody could write the session for as long as the clock jumped.
@@ -20,6 +23,10 @@ if holder and holder ~= ARGV[1] then
   if not ttl or (left >= 0 and left <= tonumber(ttl) + slack) then
     return { 'BUSY' }
   end
+end
+if has_expired() then
+  record_turn()
+  redis.call('DEL', KEYS[1], KEYS[3])
 end
 local stored = redis.call('HGET', KEYS[1], 'epoch')
 if not stored and ARGV[4] ~= '1' then
@@ -42,6 +49,5 @@ local was_left = stored and redis.call('HGET', KEYS[1], 'left') == stored
 redis.call('HSET', KEYS[1], 'epoch', text, 'lease_ttl', ARGV[2])
 redis.call('HSETNX', KEYS[1], 'round', '0')
 redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-redis.call('PEXPIRE', KEYS[2], ARGV[3])
+prolong_session(ARGV[3])
 return { 'OK', text, was_left and '1' or '0' }

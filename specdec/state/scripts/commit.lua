@@ -4,6 +4,8 @@
 -- KEYS[2] session tokens (string: packed uint32, little-endian)
 -- KEYS[3] session lease (string: owner)
 -- KEYS[4] session deletion (string: epoch)
+-- KEYS[5] usage records (stream)
+-- KEYS[6] open turns (sorted set: TENANT:SESSION by the time in ms to look at it)
 -- ARGV[1] owner
 -- ARGV[2] epoch
 -- ARGV[3] session ttl, ms
@@ -16,6 +18,7 @@
 -- ARGV[10] number of rounds
 -- RETURNS 'OK' (a status, the shortest answer there is) | {'LEASE_LOST', epoch of the deletion or nil}
 --   | {'SESSION_LOST', tokens in the log of this turn: 0 if the store lost the turn's beginning}
+-- INCLUDES record_turn
 
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'begun', 'round', 'length', 'turn', 'chain_hash')
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or meta[1] ~= ARGV[2] then
@@ -67,6 +70,8 @@ redis.call('HSET', KEYS[1],
   'chain_hash', ARGV[9],
   'stats_json', ARGV[7],
   'finish_reason', ARGV[8])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-redis.call('PEXPIRE', KEYS[2], ARGV[3])
+if ARGV[8] ~= '0' then
+  record_turn()
+end
+prolong_session(ARGV[3])
 return redis.status_reply('OK')

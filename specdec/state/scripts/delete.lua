@@ -5,8 +5,11 @@
 -- KEYS[2] session tokens (string)
 -- KEYS[3] session lease (string: owner)
 -- KEYS[4] session deletion (string: epoch)
+-- KEYS[5] usage records (stream)
+-- KEYS[6] open turns (sorted set: TENANT:SESSION by the time in ms to look at it)
 -- ARGV[1] ttl of the note, ms
 -- RETURNS {'OK'}
+-- INCLUDES record_turn
 
 local now = redis.call('TIME')
 local epoch = tonumber(now[1]) * 1000000 + tonumber(now[2])
@@ -22,6 +25,9 @@ for _, known in ipairs({ stored, noted }) do
   if number and number > epoch and number < 2 ^ 53 then -- the clock was set back
     epoch = number
   end
+end
+if is_a('hash', KEYS[1]) then
+  record_turn()
 end
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
 redis.call('SET', KEYS[4], string.format('%.0f', epoch), 'PX', ARGV[1])

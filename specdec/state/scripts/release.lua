@@ -11,6 +11,7 @@
 -- ARGV[5] where its KV is, or ''
 -- ARGV[6] tokens that the log must hold to be in order; '0': the caller wrote no turn
 -- RETURNS {'OK'}
+-- INCLUDES record_turn
 
 if redis.call('GET', KEYS[3]) == ARGV[1] and redis.call('HGET', KEYS[1], 'epoch') == ARGV[2] then
   redis.call('DEL', KEYS[3])
@@ -22,7 +23,6 @@ if redis.call('GET', KEYS[3]) == ARGV[1] and redis.call('HGET', KEYS[1], 'epoch'
   if ARGV[5] ~= '' then
     redis.call('HSET', KEYS[1], 'homes', ARGV[5])
   end
-  redis.call('PEXPIRE', KEYS[1], ARGV[3])
-  redis.call('PEXPIRE', KEYS[2], ARGV[3])
+  prolong_session(ARGV[3])
 end
 return { 'OK' }

@@ -1,0 +1,237 @@
+"""Usage records: each turn that ends gets one, in the same step as its end, also if nobody resumes it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from specdec.contract.errors import LeaseLost, NotFound
+from specdec.contract.payer import Payer
+from specdec.contract.types import FinishReason
+from specdec.state.connection import RedisConnection
+from specdec.state.redis_store import RedisSessionStore
+from specdec.state.store import Commit, Lease, RequestRecord
+from specdec.state.usage_records import UsageRecord
+from tests.support.store_sessions import LONG_TTL_S, tokens
+
+KEPT_S = 100.0
+SESSION_TTL_S = 0.3
+ALWAYS_MS = 1 << 45
+
+REQUEST = RequestRecord(
+    "r-1", "digest", "{}", turn=0, output_start=3, payer=Payer("0123456789abcdef", "a-model")
+)  # fmt: skip
+STATS = '{"num_rounds":1,"num_draft_tokens":8,"num_accepted_tokens":5,"num_cached_prompt_tokens":2}'
+
+
+@pytest.fixture
+async def store(store_url: str) -> AsyncIterator[RedisSessionStore]:
+    store = RedisSessionStore(store_url, cluster=f"c{uuid.uuid4().hex[:20]}", usage_kept_s=KEPT_S)
+    yield store
+    await store.close()
+
+
+def a_round(round_id: int, base_len: int, *token_ids: int, reason: FinishReason | None = None) -> Commit:
+    return Commit(round_id, base_len, tokens(*token_ids), STATS, reason, repr((base_len, token_ids)).encode())
+
+
+async def begin(
+    store: RedisSessionStore, session_id: str = "s", request: RequestRecord = REQUEST, *, owner: str = "me"
+) -> Lease:
+    """Begin a turn after the tokens that the session holds, with a prompt of as many as it lacks."""
+    lease = await store.acquire(session_id, owner=owner, ttl_s=LONG_TTL_S, create=True)
+    record = await store.load(session_id)
+    held = record.num_tokens if record else 0
+    new = range(request.output_start - held)
+    await store.begin_request(lease, request, keep=held, token_ids=tokens(*new))
+    return lease
+
+
+async def usage_of(store: RedisSessionStore) -> list[UsageRecord]:
+    return [record async for record in store.usage().read(0, ALWAYS_MS)]
+
+
+async def test_a_finished_turn_has_one_record_with_what_its_client_was_told(store: RedisSessionStore) -> None:
+    lease = await begin(store.of_tenant("acme"))
+    await store.commit(lease, a_round(0, 3, 4, 5))
+    assert not await usage_of(store)
+    last = a_round(1, 5, 6, 7, reason=FinishReason.LENGTH)
+    await store.commit(lease, last)
+    await store.commit(lease, last)  # the answer of the first attempt was lost
+    (record,) = await usage_of(store)
+    assert record == UsageRecord(
+        record.time_ms, "acme", "0123456789abcdef", "a-model", "s", "r-1", 3, 2, 4, 8, 5, "length"
+    )
+    assert abs(record.time_ms - await store.usage().server_ms()) < 60_000
+
+
+async def test_a_turn_that_another_owner_finishes_has_one_record(store: RedisSessionStore) -> None:
+    lease = await begin(store)
+    await store.commit(lease, a_round(0, 3, 4, 5))
+    await store.release(lease, left=False)
+    other = await store.acquire("s", owner="other", ttl_s=LONG_TTL_S, create=False)
+    await store.begin_request(other, REQUEST, keep=5, token_ids=tokens())
+    last = a_round(1, 5, 6, reason=FinishReason.STOP)
+    with pytest.raises(LeaseLost):
+        await store.commit(lease, last)
+    await store.commit(other, last)
+    assert [(record.output_tokens, record.outcome) for record in await usage_of(store)] == [(3, "stop")]
+
+
+async def test_the_next_turn_ends_an_unfinished_one_before_it_cuts_its_tokens(store: RedisSessionStore) -> None:
+    lease = await begin(store)
+    await store.commit(lease, a_round(0, 3, 4, 5, 6, 7))
+    second = replace(REQUEST, request_id="r-2", turn=1, output_start=4)
+    await store.begin_request(lease, second, keep=3, token_ids=tokens(9))
+    await store.commit(lease, a_round(1, 4, 5, reason=FinishReason.STOP))
+    records = [(record.request, record.output_tokens, record.outcome) for record in await usage_of(store)]
+    assert records == [("r-1", 4, "broken"), ("r-2", 1, "stop")]
+
+
+async def test_a_deletion_ends_an_unfinished_turn_and_adds_nothing_to_a_finished_one(store: RedisSessionStore) -> None:
+    lease = await begin(store)
+    await store.commit(lease, a_round(0, 3, 4))
+    await store.delete("s")
+    await store.delete("s")
+    with pytest.raises(NotFound):
+        await store.commit(lease, a_round(1, 4, 5, reason=FinishReason.STOP))
+    lease = await begin(store)
+    await store.commit(lease, a_round(0, 3, reason=FinishReason.STOP))
+    await store.delete("s")
+    assert [(record.output_tokens, record.outcome) for record in await usage_of(store)] == [(1, "broken"), (0, "stop")]
+
+
+async def test_a_discarded_session_has_no_record(store: RedisSessionStore, store_url: str) -> None:
+    lease = await begin(store)
+    await store.discard(lease)
+    assert not await usage_of(store)
+    assert not await open_turns(store, store_url)
+
+
+async def test_a_turn_that_nobody_resumes_gets_its_record_once_its_session_has_expired(
+    store: RedisSessionStore, store_url: str
+) -> None:
+    short = short_lived(store, store_url)
+    lease = await begin(short)
+    await short.commit(lease, a_round(0, 3, 4, 5))
+    await short.release(lease)
+    assert await store.usage().record_expired() == 0
+    await until_expired(short)
+    assert await short.load("s") is None
+    num_recorded = 0
+    async with asyncio.timeout(10):
+        while not num_recorded:
+            num_recorded = await store.usage().record_expired()
+    assert num_recorded == 1
+    assert await store.usage().record_expired() == 0
+    assert [(record.output_tokens, record.outcome) for record in await usage_of(store)] == [(2, "broken")]
+    assert not await open_turns(store, store_url)
+    await short.close()
+
+
+async def test_a_session_that_is_created_again_first_ends_the_turn_of_the_expired_one(
+    store: RedisSessionStore, store_url: str
+) -> None:
+    short = short_lived(store, store_url)
+    lease = await begin(short)
+    await short.commit(lease, a_round(0, 3, 4, 5))
+    await short.release(lease)
+    await until_expired(short)
+    with pytest.raises(NotFound):
+        await short.acquire("s", owner="me", ttl_s=1.0, create=False)
+    lease = await begin(short)
+    assert (await short.load("s")).round_id == 0  # type: ignore[union-attr]
+    await short.commit(lease, a_round(0, 3, 7, reason=FinishReason.STOP))
+    assert [(record.output_tokens, record.outcome) for record in await usage_of(store)] == [(2, "broken"), (1, "stop")]
+    await short.close()
+
+
+async def test_a_session_in_use_is_looked_at_again_and_not_ended(store: RedisSessionStore, store_url: str) -> None:
+    short = short_lived(store, store_url)
+    lease = await begin(short)
+    long = RedisSessionStore(store_url, cluster=store._cluster, usage_kept_s=KEPT_S)
+    await long.renew(lease)  # its session now lives for an hour
+    await asyncio.sleep(2 * SESSION_TTL_S)
+    assert await store.usage().record_expired() == 0
+    assert len(await open_turns(store, store_url)) == 1
+    await long.commit(lease, a_round(0, 3, 4, reason=FinishReason.STOP))
+    assert [record.outcome for record in await usage_of(store)] == ["stop"]
+    await short.close()
+    await long.close()
+
+
+async def test_a_finished_turn_that_the_store_lost_is_recorded_when_it_is_written_again(
+    store: RedisSessionStore,
+) -> None:
+    lease = await begin(store)
+    ended = replace(REQUEST, finish_reason=FinishReason.STOP, stats_json=STATS)
+    await store.begin_request(lease, ended, keep=3, token_ids=tokens(4, 5))
+    await store.begin_request(lease, ended, keep=5, token_ids=tokens())
+    assert [(record.output_tokens, record.draft_tokens) for record in await usage_of(store)] == [(2, 8)]
+
+
+async def test_a_second_record_of_the_same_turn_is_not_read(store: RedisSessionStore, store_url: str) -> None:
+    lease = await begin(store)
+    await store.commit(lease, a_round(0, 3, 4, reason=FinishReason.STOP))
+    raw = RedisConnection(store_url)
+    key = f"specdec@{store._cluster}:usage:{{0}}:records"
+    ((_, fields),) = await raw.run_command("XRANGE", key, "-", "+")
+    flat = [part for pair in fields.items() for part in pair] if isinstance(fields, dict) else fields
+    await raw.run_command("XADD", key, "*", *flat)
+    await raw.close()
+    assert len(await usage_of(store)) == 1
+
+
+async def test_records_older_than_they_are_kept_are_removed_by_the_next_ones(store_url: str) -> None:
+    store = RedisSessionStore(store_url, cluster=f"c{uuid.uuid4().hex[:20]}", usage_kept_s=0.2)
+    usage = store.usage()
+    await usage.note_kept(0.2)
+    assert (await usage.kept_ms(), await usage.begin_ms()) == (200, (0, 0))
+    for index in range(3):
+        await finish(store, f"old-{index}")
+    first_ms, trimmed_ms = await usage.begin_ms()
+    assert first_ms > 0
+    assert trimmed_ms == 0
+    await asyncio.sleep(0.3)
+    for index in range(250):  # Redis removes whole nodes of a stream, of 100 records each
+        await finish(store, f"new-{index}")
+    assert not any(record.session.startswith("old") for record in await usage_of(store))
+    await store.close()
+
+
+async def test_without_a_time_to_keep_them_no_records_are_written(store_url: str) -> None:
+    store = RedisSessionStore(store_url, cluster=f"c{uuid.uuid4().hex[:20]}")
+    await finish(store, "s")
+    assert not await usage_of(store)
+    assert not await open_turns(store, store_url)
+    await store.close()
+
+
+async def finish(store: RedisSessionStore, session_id: str) -> None:
+    """Run a whole turn of one token."""
+    lease = await begin(store, session_id)
+    await store.commit(lease, a_round(0, 3, 4, reason=FinishReason.STOP))
+
+
+def short_lived(store: RedisSessionStore, store_url: str) -> RedisSessionStore:
+    """Return the same store, whose sessions expire soon."""
+    return RedisSessionStore(store_url, cluster=store._cluster, session_ttl_s=SESSION_TTL_S, usage_kept_s=KEPT_S)
+
+
+async def until_expired(store: RedisSessionStore) -> None:
+    async with asyncio.timeout(10):
+        while await store.load("s") is not None:
+            pass
+
+
+async def open_turns(store: RedisSessionStore, store_url: str) -> list[bytes]:
+    raw = RedisConnection(store_url)
+    try:
+        found: list[bytes] = await raw.run_command("ZRANGE", f"specdec@{store._cluster}:usage:{{0}}:open", 0, -1)
+        return found
+    finally:
+        await raw.close()
