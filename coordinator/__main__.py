@@ -159,14 +159,16 @@ async def _serve(settings: CoordinatorSettings) -> None:
             canary.start(pools.activity)
             ending.push_async_callback(canary.close)
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, tokenizer.decode)
+        generation_settings = _generation_settings(settings, access)
         generations = GenerationService(
-            _generation_settings(settings, access),
+            generation_settings,
             store=store,
             pools=pools,
             target_models=target_models,
             tokenizer=tokenizer,
             draft_sources=draft_sources,
             metrics=metrics,
+            quotas=store.quotas(generation_settings.coordinator_id, lease_ttl_s=settings.lease_ttl_s),
             directory=store.prefixes(),
             learning_log=_open_learning_log(settings, metrics),
             auditor=_build_auditor(settings, metrics, ending),

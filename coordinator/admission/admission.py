@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from coordinator.admission.quotas import TenantQuotas, limits_over
+from coordinator.admission.quotas import TenantQuotas, exceeded, limits_over
 from coordinator.admission.slot_request import QueueState, SlotRequest
 from coordinator.admission.slots import RunningSlot, RunningSlots
 from specdec.access.grants import UNLIMITED, Limits
-from specdec.contract.errors import SpecdecError
+from specdec.contract.errors import ResourceExhausted, SpecdecError
 from specdec.contract.tenant import SessionKey
 from specdec.settings.coordinator import CoordinatorSettings
+from specdec.state.shared_quotas import QuotaLimits, QuotaOwner, Refusal, SharedQuotas
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,14 @@ class AdmissionSettings:
 class Admission:
     """Admits the requests of one coordinator. Used from one event loop."""
 
-    def __init__(self, settings: AdmissionSettings, num_targets: Callable[[], int]) -> None:
-        """`num_targets` returns the number of target replicas that take sessions."""
+    def __init__(self, settings: AdmissionSettings, num_targets: Callable[[], int], shared: SharedQuotas) -> None:
+        """
+        Args:
+            settings: settings of the admission.
+            num_targets: returns the number of target replicas that take sessions.
+            shared: limits that all coordinators count together; closed by `close_quotas`.
+        """
+        self._shared = shared
         self.quotas = TenantQuotas(
             lambda tenant: limits_over(settings.limits_of(tenant), settings.tenant_limits),
             session_ttl_s=settings.session_ttl_s,
@@ -66,7 +74,7 @@ class Admission:
             max_queue=settings.max_queue,
             max_running=settings.max_running,
             max_wait_s=settings.max_wait_s,
-            count_tokens=self.quotas.count_tokens,
+            count_tokens=self.count_tokens,
             num_reading=lambda: max(0, self._readers.total()),
         )
         self._readers: Counter[str] = Counter()
@@ -82,16 +90,29 @@ class Admission:
 
         Raises:
             ResourceExhausted: QUOTA_EXCEEDED, or QUEUE_FULL as `RunningSlots.acquire`.
+            Unavailable: the tenant has a limit, and the store that counts it cannot be reached.
             SpecdecError: what `close` or `withdraw` was given.
         """
         tenant = request.key.tenant
-        self.quotas.begin(tenant, self._num_streams(tenant), is_resumption=request.is_resumption)
+        limits = _counted(self.quotas.limits_of(tenant))
+        if limits.is_unlimited:
+            return await self._slots.acquire(request)
+        owner = QuotaOwner(tenant)
+        num_streams = partial(self._num_streams, tenant)
+        refusal = await self._shared.take(owner, limits, num_streams, is_resumption=request.is_resumption)
+        if refusal is not None:
+            raise _refused(limits, refusal)
+        self._shared.entered(owner)  # `acquire` counts it before it waits for anything
         try:
             return await self._slots.acquire(request)
         except BaseException:
             if not request.is_resumption:
-                self.quotas.take_back(tenant)
+                self._shared.give_back(owner)
             raise
+
+    def count_tokens(self, tenant: str, num_tokens: int) -> None:
+        """Count tokens of a request's prompt or output among those of the tenant's minute."""
+        self._shared.count_tokens(QuotaOwner(tenant), num_tokens)
 
     def note_readers(self, tenant: str, number: int) -> None:
         """Count readers that came, or left if the number is negative. A generation that begins counts as -1, and as +1
@@ -99,11 +120,14 @@ class Admission:
         self._readers[tenant] += number
         if not self._readers[tenant]:
             del self._readers[tenant]
+        self._shared.note_end(QuotaOwner(tenant))
 
     def has_all_streams(self, tenant: str) -> bool:
         """Return whether a tenant may not have a further stream, such as one more reader of a running request."""
-        most = self.quotas.max_streams(tenant)
-        return most is not None and self._num_streams(tenant) >= most
+        most = self.quotas.limits_of(tenant).max_concurrent
+        if most is None:
+            return False
+        return self._num_streams(tenant) + self._shared.num_others(QuotaOwner(tenant)) >= most
 
     def _num_streams(self, tenant: str) -> int:
         return self._slots.num_of_tenant(tenant) + max(0, self._readers[tenant])
@@ -127,6 +151,25 @@ class Admission:
         """Refuse the waiting requests of a session that is being deleted."""
         self._slots.withdraw(key, error)
 
+    async def close_quotas(self) -> None:
+        """Give back what this coordinator holds of the limits. Call it when no request runs."""
+        await self._shared.close()
+
     def close(self, error: Callable[[], SpecdecError]) -> None:
         """Refuse all waiting requests, and all later ones."""
         self._slots.close(error)
+
+
+def _counted(limits: Limits) -> QuotaLimits:
+    """Return the limits that all coordinators count together."""
+    return QuotaLimits(limits.max_concurrent, limits.max_requests_per_minute, limits.max_tokens_per_minute)
+
+
+def _refused(limits: QuotaLimits, refusal: Refusal) -> ResourceExhausted:
+    """Return the error of a request beyond one of the limits."""
+    words = {
+        "streams": f"{limits.max_streams} requests at once",
+        "requests": f"{limits.max_requests_per_minute} requests per minute",
+        "tokens": f"{limits.max_tokens_per_minute} tokens per minute",
+    }
+    return exceeded(words[refusal.limit], refusal.retry_after_s)

@@ -46,6 +46,7 @@ from coordinator.text.tokenizer import ServedTokenizer
 from specdec.contract.errors import SessionBusy, SpecdecError, Unavailable
 from specdec.contract.tenant import SessionKey
 from specdec.observability.coordinator_metrics import CoordinatorMetrics
+from specdec.state.shared_quotas import SharedQuotas
 from specdec.state.store import PrefixDirectory, RequestRecord, SessionStore
 
 #: Time that a session's next request waits for the running one. Its client may have just cancelled the running one:
@@ -78,6 +79,7 @@ class GenerationService:
         tokenizer: ServedTokenizer,
         draft_sources: DraftSourceFactory,
         metrics: CoordinatorMetrics,
+        quotas: SharedQuotas,
         directory: PrefixDirectory | None = None,
         learning_log: LearningLog | None = None,
         auditor: Auditor | None = None,
@@ -91,6 +93,7 @@ class GenerationService:
             tokenizer: tokenizer of the target model.
             draft_sources: draft sources of the requests; closed by `drain`.
             metrics: receives counts and times of requests.
+            quotas: limits that all coordinators count together; closed by `drain`.
             directory: prefix directory of all tenants; None: sessions are placed by load alone.
             learning_log: receives the target's distributions, for drafts to learn from; closed by `drain`.
             auditor: verifies a share of the rounds again; closed by its owner.
@@ -98,7 +101,7 @@ class GenerationService:
         self._store = store
         self._metrics = metrics
         self._activity = pools.activity
-        self.admission = Admission(settings.admission, lambda: sum(r.takes_sessions for r in pools.targets()))
+        self.admission = Admission(settings.admission, lambda: sum(r.takes_sessions for r in pools.targets()), quotas)
         leases = Leases(store, settings.coordinator_id, settings.lease_ttl_s)
         self._placement = placement = Placement(pools)
         self._log_repair = LogRepair(store, leases)
@@ -235,6 +238,7 @@ class GenerationService:
             await asyncio.wait([generation.task for generation in left])
         await self._factory.close()
         await self._prefixes.close()
+        await self.admission.close_quotas()
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
@@ -301,7 +305,7 @@ class GenerationService:
             if record is None:
                 quotas.forget_session(request.key)
             raise
-        quotas.count_tokens(request.tenant, prepared.turn.identity.output_start - prepared.agreed_len)
+        self.admission.count_tokens(request.tenant, prepared.turn.identity.output_start - prepared.agreed_len)
         return await self._start(prepared, 0, slot)
 
     async def _resume(

@@ -41,6 +41,7 @@ _COMMANDS = {
     "join": "add a draft model to a running specdec up, scored before it is used",
     "distill": "train a draft on what the target said (see up --learning-log)",
     "bench": "speculation against target-only on a running system",
+    "usage": "usage records of the turns, for bills: one line a turn, or sums by tenant, key or model",
     "doctor": "check the installation and a running system: what is wrong and what to do",
     "health": "ask a service for its health",
     "completion": "print the completion script of a shell",

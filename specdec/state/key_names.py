@@ -75,6 +75,12 @@ def response_key(tenant: str, response_id: str, cluster: str = DEFAULT_CLUSTER) 
     return f"{key_prefix(cluster)}{check_tenant(tenant)}:response:{response_id}"
 
 
+def quota_key(tenant: str, key_id: str = "", cluster: str = DEFAULT_CLUSTER) -> str:
+    """Return the key of what a tenant, or one of its API keys, uses of its limits."""
+    stem = f"{key_prefix(cluster)}{check_tenant(tenant)}:quota"
+    return f"{stem}:{key_id}" if key_id else stem
+
+
 def pack_tokens(token_ids: TokenIds) -> bytes:
     """Pack token ids, uint32 [n], into 4n bytes."""
     return np.ascontiguousarray(token_ids, dtype=PACKED_TOKEN).tobytes()

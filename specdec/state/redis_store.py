@@ -44,6 +44,7 @@ from specdec.state.session_fields import (
     write_locations,
 )
 from specdec.state.shared_decisions import RedisPromotions, RedisTargetShares
+from specdec.state.shared_quotas import SharedQuotas
 from specdec.state.store import Commit, KvLocation, Lease, ReplicaRecord, ReplicaRegistry, RequestRecord, SessionRecord
 from specdec.state.usage_records import UsageRecords, usage_keys
 
@@ -233,6 +234,10 @@ class RedisSessionStore:
     def usage(self) -> UsageRecords:
         """Return the usage records of all tenants, on the connections of this store."""
         return UsageRecords(self._connection, cluster=self._cluster)
+
+    def quotas(self, process: str, *, lease_ttl_s: float) -> SharedQuotas:
+        """Return the part of a process in the limits of all tenants, on the connections of this store."""
+        return SharedQuotas(self._connection, process, lease_ttl_s=lease_ttl_s, cluster=self._cluster)
 
     @property
     def num_failures(self) -> int:

@@ -2,7 +2,7 @@
 
     specdec:usage:{SHARD}:records   stream: a record a turn, as `record_turn.lua` writes it
     specdec:usage:{SHARD}:open      sorted set: TENANT:SESSION of turns without a record, by the time to look at them
-    specdec:usage:kept              string: time in ms for which the coordinators keep records
+    specdec:usage:kept              string: ms for which records are kept, and the time in ms since which all are there
 
 The script that ends a turn writes its record in the same atomic step, so both keys lie in the slot of the session: a
 Redis Cluster has a shard for each slot, another Redis has one. The coordinators call `record_expired`, `specdec usage`
@@ -93,8 +93,12 @@ class UsageRecords:
                 ) from error
 
     async def note_kept(self, kept_s: float) -> None:
-        """Store for how long records are kept, for readers."""
-        await self._connection.run_command("SET", self._kept_key, round(kept_s * 1000))
+        """Store for how long records are kept, and since when, for readers. Records that were removed while the time
+        was shorter do not come back."""
+        kept_ms = round(kept_s * 1000)
+        _, begin_ms = _read_kept(await self._connection.run_command("GET", self._kept_key))
+        begin_ms = max(begin_ms, await self.server_ms() - kept_ms)
+        await self._connection.run_command("SET", self._kept_key, f"{kept_ms} {begin_ms}")
 
     async def record_expired(self) -> int:
         """Write the records of turns that nobody has resumed before their sessions expired; return their number."""
@@ -105,7 +109,7 @@ class UsageRecords:
         return num_recorded
 
     async def _ask_shards(
-        self, script: str, key_of: Callable[[str, str], str], args: Sequence[int] = ()
+        self, script: str, key_of: Callable[[str, str], str], args: Sequence[str | int]
     ) -> AsyncIterator[tuple[str, Any]]:
         """Run a script on a key of each shard; yield shards and answers. Raises Unavailable."""
         for first in range(0, len(self._shards), _SHARDS_AT_ONCE):
@@ -130,20 +134,19 @@ class UsageRecords:
         seconds, microseconds = await self._connection.run_command("TIME")
         return int(seconds) * 1000 + int(microseconds) // 1000
 
-    async def kept_ms(self) -> int:
-        """Return the time in ms for which records are kept; 0 if no coordinator has written any."""
-        value = await self._connection.run_command("GET", self._kept_key)
-        return int(value) if value and value.isdigit() else 0
+    async def kept(self) -> tuple[int, int]:
+        """Return for how many ms records are kept, and the time before which some may have been removed, in ms since
+        1970, as a coordinator has noted them lately. Both are 0 if none has."""
+        return _read_kept(await self._connection.run_command("GET", self._kept_key))
 
-    async def begin_ms(self) -> tuple[int, int]:
-        """Return the time of the first record, and the time before which records were removed; 0 if there is none."""
-        first_ms = trimmed_ms = 0
-        async for _, answer in self._ask_shards("usage_begin", _records_key):
-            if answer:
-                begin_ms = _time_ms(answer[0])
-                first_ms = min(first_ms or begin_ms, begin_ms)
-                trimmed_ms = max(trimmed_ms, begin_ms) if answer[1] else trimmed_ms
-        return first_ms, trimmed_ms
+    async def first_ms(self) -> int:
+        """Return the time of the first record, in ms since 1970; 0 if there is none."""
+        first_ms = 0
+        async for _, entries in self._ask_shards("read_usage", _records_key, ["-", "+", 1]):
+            if entries:
+                time_ms = _time_ms(entries[0][0])
+                first_ms = min(first_ms or time_ms, time_ms)
+        return first_ms
 
     async def read(self, since_ms: int, until_ms: int) -> AsyncIterator[UsageRecord]:
         """Yield the records of since_ms <= time < until_ms, those of one shard in their order, each turn once."""
@@ -194,6 +197,12 @@ def _records_key(cluster: str, shard: str) -> str:
 
 def _open_key(cluster: str, shard: str) -> str:
     return f"{key_prefix(cluster)}usage:{{{shard}}}:open"
+
+
+def _read_kept(value: bytes | None) -> tuple[int, int]:
+    """Return the two numbers that `note_kept` has stored; 0 and 0 for any other value."""
+    parts = (value or b"").split()
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(part.isdigit() for part in parts) else (0, 0)
 
 
 def _time_ms(entry_id: bytes) -> int:

@@ -190,12 +190,10 @@ async def test_records_older_than_they_are_kept_are_removed_by_the_next_ones(sto
     store = RedisSessionStore(store_url, cluster=f"c{uuid.uuid4().hex[:20]}", usage_kept_s=0.2)
     usage = store.usage()
     await usage.note_kept(0.2)
-    assert (await usage.kept_ms(), await usage.begin_ms()) == (200, (0, 0))
+    assert await usage.first_ms() == 0
     for index in range(3):
         await finish(store, f"old-{index}")
-    first_ms, trimmed_ms = await usage.begin_ms()
-    assert first_ms > 0
-    assert trimmed_ms == 0
+    assert await usage.first_ms() > 0
     await asyncio.sleep(0.3)
     for index in range(250):  # Redis removes whole nodes of a stream, of 100 records each
         await finish(store, f"new-{index}")
@@ -209,6 +207,17 @@ async def test_without_a_time_to_keep_them_no_records_are_written(store_url: str
     assert not await usage_of(store)
     assert not await open_turns(store, store_url)
     await store.close()
+
+
+async def test_a_longer_time_to_keep_records_brings_none_back(store: RedisSessionStore) -> None:
+    usage = store.usage()
+    assert await usage.kept() == (0, 0)
+    await usage.note_kept(0.5)
+    short_ms, begin_ms = await usage.kept()
+    await usage.note_kept(1000.0)
+    long_ms, same_ms = await usage.kept()
+    assert (short_ms, long_ms) == (500, 1_000_000)
+    assert same_ms == begin_ms
 
 
 async def finish(store: RedisSessionStore, session_id: str) -> None:

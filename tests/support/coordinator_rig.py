@@ -276,22 +276,24 @@ class Rig:
         metrics.watch_store(lambda: store.num_failures)
         audits = AuditQueue(AuditMetrics(metrics.registry, "table"), max_wait_s=audit_wait_s) if audit_share else None
         draft_sources = DraftSourceFactory(pools, histories, scores, canary, self.tokenizer.decode)
+        generation_settings = GenerationSettings(
+            **{
+                "coordinator_id": f"c{next(self._ids)}",
+                "lease_ttl_s": 30.0,  # a starved machine must not lose leases
+                "draft_timeout_s": None,
+                "admission": AdmissionSettings(max_queue, max_running, max_wait_s, tenant_limits=tenant_limits),
+                **settings,
+            }
+        )
         generations = GenerationService(
-            GenerationSettings(
-                **{
-                    "coordinator_id": f"c{next(self._ids)}",
-                    "lease_ttl_s": 30.0,  # a starved machine must not lose leases
-                    "draft_timeout_s": None,
-                    "admission": AdmissionSettings(max_queue, max_running, max_wait_s, tenant_limits=tenant_limits),
-                    **settings,
-                }
-            ),
+            generation_settings,
             store=store,
             pools=pools,
             target_models=target_models,
             tokenizer=self.tokenizer,
             draft_sources=draft_sources,
             metrics=metrics,
+            quotas=store.quotas(generation_settings.coordinator_id, lease_ttl_s=generation_settings.lease_ttl_s),
             directory=store.prefixes() if has_directory else None,
             learning_log=learning_log,
             auditor=None if audits is None else Auditor(audits, audit_share),
