@@ -15,6 +15,7 @@ if __name__ == "__main__":  # loading what follows takes a second, and a model l
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -36,11 +37,16 @@ from specdec.observability.tracing import open_tracing
 from specdec.settings.addresses import guarded_address
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.reading import opened, parse_settings
+from specdec.state.connection import RedisConnection
+from specdec.state.shared_quotas import SharedQuotas
 from specdec.state.store_wait import store_answers, wait_for_store
 from specdec.state.stored_responses import RedisResponses
 
 #: Name of this service in traces and metrics over OTLP.
 _OTEL_SERVICE = "specdec-gateway"
+
+#: Time after which the requests of a gateway that died no longer count.
+_QUOTA_LEASE_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +96,7 @@ async def _serve(settings: GatewaySettings, keys: ApiKeys, service_key: ServiceK
         await upstream.start()
         responses = RedisResponses(settings.redis_url, cluster=settings.cluster)
         ending.push_async_callback(responses.close)
+        _share_limits(settings, keys, ending)
         listener = ending.enter_context(bind(settings.listen))
         gateway = Gateway(settings, upstream, keys, metrics, responses, tracing)
         await _run_all(
@@ -97,6 +104,18 @@ async def _serve(settings: GatewaySettings, keys: ApiKeys, service_key: ServiceK
             serve(build_app(gateway), listener, settings, stop),
             _require_store(settings, stop),  # beside it: `/health` is answered while the store is late
         )
+
+
+def _share_limits(settings: GatewaySettings, keys: ApiKeys, ending: AsyncExitStack) -> None:
+    """Count the limits of keys with the other gateways on the same Redis; one with `memory://` counts alone."""
+    if settings.redis_url.startswith("memory:"):
+        return
+    connection = RedisConnection(settings.redis_url)
+    ending.push_async_callback(connection.close)
+    process = f"g-{secrets.token_hex(6)}"
+    quotas = SharedQuotas(connection, process, lease_ttl_s=_QUOTA_LEASE_S, cluster=settings.cluster)
+    ending.push_async_callback(quotas.close)
+    keys.count_with(quotas)
 
 
 async def _require_store(settings: GatewaySettings, stop: asyncio.Event) -> None:

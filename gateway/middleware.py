@@ -269,7 +269,7 @@ class Authenticated:
             if scope["method"] != "POST" and not _is_resumption(scope):
                 await self._app(scope, receive, send)
                 return
-            with self._keys.admitted(access):
+            async with self._keys.admitted(access):
                 await self._app(scope, receive, send)
         except SpecdecError as error:  # those of the routes have become answers by now
             await error_response(error, scope["path"])(scope, receive, send)

@@ -187,7 +187,8 @@ class SharedQuotas:
         for use in self._uses.values():
             use.num_streams = lambda: 0
         uses, self._uses = list(self._uses.values()), {}
-        await self._report(uses)
+        if uses and not self._has_failed:
+            await self._report(uses)
 
     async def _ask(self, use: _Use, is_resumption: bool) -> Refusal | None:
         granted: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()

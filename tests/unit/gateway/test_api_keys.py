@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 import pytest
 
 from gateway.auth import ApiKeys
 from specdec.access.callers import Callers
-from specdec.access.grants import Limits
+from specdec.access.grants import Access, Limits
 from specdec.access.keys import parse_keys
 from specdec.contract.errors import Forbidden, InvalidRequest, ResourceExhausted, Unauthenticated
+from specdec.state.connection import RedisConnection
+from specdec.state.shared_quotas import SharedQuotas
 from tests.support.clock import Clock
 from tests.support.key_files import key_line as line
 from tests.support.key_files import write_private
+from tests.support.redis_fixture import redis_server, redis_url
+
+__all__ = ["redis_server", "redis_url"]
 
 
 def write(path: Path, *lines: str) -> None:
@@ -130,32 +136,59 @@ def test_a_gateway_without_keys_answers_clients_that_send_one() -> None:
     assert ApiKeys().access("sk-anything").tenant == ""
 
 
-def test_a_key_may_have_only_its_number_of_requests_at_once() -> None:
+async def test_a_key_may_have_only_its_number_of_requests_at_once() -> None:
     keys = ApiKeys()
     (access,) = parse_keys(line("a", "acme generate concurrent=1")).values()
-    with (
-        keys.admitted(access),
-        pytest.raises(ResourceExhausted, match="may have 1 requests at once"),
-        keys.admitted(access),
-    ):
-        pass
-    with keys.admitted(access):
-        pass
+    async with keys.admitted(access):
+        with pytest.raises(ResourceExhausted, match="may have 1 requests at once"):
+            await admit(keys, access)
+    await admit(keys, access)
 
 
-def test_requests_a_minute_refill_with_time() -> None:
+async def test_requests_a_minute_refill_with_time() -> None:
     clock = Clock()
     keys = ApiKeys(clock=clock)
     (access,) = parse_keys(line("a", "acme generate rpm=2")).values()
     for _ in range(2):
-        with keys.admitted(access):
-            pass
-    with pytest.raises(ResourceExhausted) as refused, keys.admitted(access):
-        pass
+        await admit(keys, access)
+    with pytest.raises(ResourceExhausted) as refused:
+        await admit(keys, access)
     assert refused.value.reason == "QUOTA_EXCEEDED"
     assert refused.value.retry_after_s == pytest.approx(30)
     clock.now_s += 30
-    with keys.admitted(access):
+    await admit(keys, access)
+
+
+async def test_gateways_count_a_key_together_and_alone_while_the_store_is_away(redis_url: str) -> None:
+    (access,) = parse_keys(line(uuid.uuid4().hex, "acme generate concurrent=2,rpm=4")).values()
+    connection = RedisConnection(redis_url)
+    one, other = ApiKeys(), ApiKeys()
+    shares = [SharedQuotas(connection, name, lease_ttl_s=30.0) for name in ("one", "other")]
+    for keys, shared in zip((one, other), shares, strict=True):
+        keys.count_with(shared)
+    async with one.admitted(access), one.admitted(access):
+        with pytest.raises(ResourceExhausted, match="may have 2 requests at once"):
+            await admit(other, access)
+    for keys in (one, other):
+        await admit(keys, access)
+    with pytest.raises(ResourceExhausted, match="may send 4 requests a minute"):
+        await admit(one, access)
+    for shared in shares:
+        await shared.close()
+    await connection.close()
+    away = RedisConnection("redis://127.0.0.1:1")
+    alone = ApiKeys()
+    alone.count_with(SharedQuotas(away, "alone", lease_ttl_s=30.0))
+    for _ in range(4):
+        await admit(alone, access)
+    with pytest.raises(ResourceExhausted, match="may send 4 requests a minute"):
+        await admit(alone, access)
+    await away.close()
+
+
+async def admit(keys: ApiKeys, access: Access) -> None:
+    """Run one request of a key."""
+    async with keys.admitted(access):
         pass
 
 
