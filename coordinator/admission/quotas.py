@@ -42,7 +42,7 @@ class TenantQuotas:
         self._session_ttl_s = session_ttl_s
         self._clock = clock
         self._sessions: OrderedDict[str, OrderedDict[str, float]] = OrderedDict()
-        """By tenant the times at which its sessions were last used, the oldest first."""
+        """Times at which sessions were last used, the oldest first, by tenant."""
         self._reserved: Counter[str] = Counter()
         """Tokens that the requests of a tenant may reach, above 0. Kept for every tenant that runs one."""
 

@@ -1,4 +1,4 @@
-"""Writes the usage records of turns that ended early and that nobody resumed before their sessions expired.
+"""Writes the usage records of turns that ended early and were not resumed before their sessions expired.
 
 All other records are written by the script that ends a turn: its last commit, the next turn's beginning, or the
 session's deletion (`specdec.state.usage_records`). Every coordinator looks, and each turn gets one record.
@@ -27,7 +27,7 @@ async def record_expired_turns(usage: UsageRecords, kept_s: float, session_ttl_s
         try:
             await usage.note_kept(kept_s)
             if num_recorded := await usage.record_expired():
-                _log.info("usage records of turns that nobody resumed", extra={"num_turns": num_recorded})
+                _log.info("usage records of turns that were not resumed", extra={"num_turns": num_recorded})
         except SpecdecError as error:
             _log.warning("cannot write usage records of expired sessions, trying again: %s", error)
         await asyncio.sleep(pause_s)

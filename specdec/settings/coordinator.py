@@ -141,7 +141,8 @@ class CoordinatorSettings(AccessSettings, TracingSettings, DiallingSettings, Ser
 
     tenant_max_streams: int | None = Field(default=None, ge=1)
     """Limit on the requests of one tenant at once, waiting ones included. none: no limit. This limit and those below
-    refuse with QUOTA_EXCEEDED, hold for each coordinator by itself, and give way to the limits of a tenant's key."""
+    refuse with QUOTA_EXCEEDED and give way to the limits of a tenant's key. This one and the two next to it hold for
+    all coordinators of a system together, the others for each."""
 
     tenant_max_requests_per_minute: int | None = Field(default=None, ge=1)
     """Limit on the requests that one tenant begins in a minute. none: no limit."""

@@ -62,7 +62,7 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True)
 class _Use:
-    """What this process uses of one tenant's or key's limits."""
+    """Use of one tenant's or key's limits by this process."""
 
     key: str
     num_streams: Callable[[], int]

@@ -83,11 +83,12 @@ class UsageRecords:
         probe = f"{key_prefix(self._cluster)}usage:probe"
         try:
             await self._connection.run_command("XADD", probe, "*", "probe", "")
+            await self._connection.run_command("EXISTS", probe)
             await self._connection.run_command("DEL", probe)
         except Unavailable as error:
             if isinstance(error.__cause__, NoPermissionError):
                 raise InvalidSetting(
-                    "redis_url: the user of Redis may not write usage records (XADD): give it the commands of "
+                    "redis_url: the user of Redis may not write usage records (XADD, EXISTS): give it the commands of "
                     "docs/how-to/run-redis.md, or set --usage-days 0",
                     field="redis_url",
                 ) from error
@@ -101,7 +102,7 @@ class UsageRecords:
         await self._connection.run_command("SET", self._kept_key, f"{kept_ms} {begin_ms}")
 
     async def record_expired(self) -> int:
-        """Write the records of turns that nobody has resumed before their sessions expired; return their number."""
+        """Write the records of turns that were not resumed before their sessions expired; return their number."""
         num_recorded = 0
         async for shard, names in self._ask_shards("overdue_turns", _open_key, [_PAGE]):
             if names:

@@ -1,4 +1,4 @@
-"""Usage records: each turn that ends gets one, in the same step as its end, also if nobody resumes it."""
+"""Usage records: each turn that ends gets one, in the same step as its end, also if it is never resumed."""
 
 from __future__ import annotations
 

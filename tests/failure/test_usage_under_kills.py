@@ -1,0 +1,187 @@
+"""Usage records while coordinators are killed in the middle of turns: each turn is billed once, with its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from specdec.client import AsyncClient, Budgets
+from specdec.contract.errors import SpecdecError
+from specdec.state.usage_records import BROKEN, UsageRecord, open_usage
+from tests.support.process_rig import PROMPT, models
+from tests.support.redis_fixture import RedisServer, redis_server
+from tests.support.stack import Stack
+
+__all__ = ["models", "redis_server"]
+
+SESSION_TTL_S = 20
+NUM_COORDINATORS = 3
+NUM_CLIENTS = 6
+
+
+@pytest.fixture(scope="module")
+def stack(models: tuple[Path, Path], redis_server: RedisServer) -> Iterator[Stack]:
+    arguments = ["--lease-ttl-s", "1", "--session-ttl-s", str(SESSION_TTL_S), "--draft-timeout-s", "20"]
+    url = redis_server.url
+    with Stack(*models, redis_url=url, num_coordinators=NUM_COORDINATORS, coordinator_arguments=arguments) as stack:
+        yield stack
+
+
+@dataclass
+class Bills:
+    """Counts that clients got, by session and request: prompt, cached, output, drafted and accepted tokens."""
+
+    told: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
+    broken: set[tuple[str, str]] = field(default_factory=set)
+    num_resumed: int = 0
+
+
+@pytest.mark.timeout(900)
+async def test_dozens_of_kills_leave_each_turn_with_one_exact_record(stack: Stack) -> None:
+    await _check_kills(stack, 24)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(5400)
+async def test_hundreds_of_kills_leave_each_turn_with_one_exact_record(stack: Stack) -> None:
+    await _check_kills(stack, 300)
+
+
+async def _check_kills(stack: Stack, num_kills: int) -> None:
+    addresses = ",".join(part.address for part in stack.parts.values() if part.module == "coordinator")
+    bills, is_over = Bills(), asyncio.Event()
+    usage = open_usage(_redis_url(stack))
+    since_ms = await usage.server_ms()
+    async with AsyncClient(f"ipv4:{addresses}", budgets=Budgets(connect_s=60.0, resume_s=60.0)) as client:
+        clients = [
+            asyncio.create_task(_run_turns(client, number, bills, is_over, random.Random(number)))
+            for number in range(NUM_CLIENTS)
+        ]
+        await _kill(stack, num_kills, random.Random(1))
+        is_over.set()
+        await asyncio.gather(*clients)
+    records = await _all_records(usage, since_ms, bills)
+    await usage.close()
+    found = Counter((record.session, record.request) for record in records)
+    num_wrong = sum(bills.told[record.session, record.request] != _counts(record) for record in records)
+    outcomes = Counter(record.outcome for record in records)
+    print(
+        f"{num_kills} kills, {len(bills.told)} turns, {bills.num_resumed} with a gap of more than half a second, "
+        f"{len(bills.broken)} left; billed twice {sum(count > 1 for count in found.values())}, not at all "
+        f"{len(bills.told.keys() - found.keys())}, tokens off {num_wrong}"
+    )
+    assert len(bills.told) > num_kills
+    assert found == Counter(dict.fromkeys(bills.told, 1))
+    assert num_wrong == 0
+    assert outcomes == {"length": len(bills.told) - len(bills.broken), BROKEN: len(bills.broken)}
+
+
+async def _kill(stack: Stack, num_kills: int, chance: random.Random) -> None:
+    """Kill coordinators at random times and start them again. One always stands."""
+    names = [name for name, part in stack.parts.items() if part.module == "coordinator"]
+    may_fall = asyncio.Semaphore(len(names) - 1)
+
+    async def kill_again_and_again(name: str) -> None:
+        for _ in range(num_kills // len(names)):
+            await asyncio.sleep(chance.uniform(0.02, 0.5))
+            async with may_fall:
+                await asyncio.to_thread(stack.kill, name)
+                await asyncio.to_thread(stack.restart, name)
+
+    await asyncio.gather(*map(kill_again_and_again, names))
+
+
+async def _run_turns(
+    client: AsyncClient, number: int, bills: Bills, is_over: asyncio.Event, chance: random.Random
+) -> None:
+    """Run sessions of two turns until the kills are over. Every fourth session is left in its first turn."""
+    for index in itertools.count():
+        if is_over.is_set():
+            return
+        session_id = f"u{number}-{index}"
+        if index % 4 == 3:
+            await _leave(client, session_id, bills, chance)
+            continue
+        num_held = 0
+        for turn in range(2):
+            num_held = await _finish(client, session_id, f"r{turn}", num_held, bills, chance)
+
+
+async def _finish(
+    client: AsyncClient, session_id: str, request_id: str, num_held: int, bills: Bills, chance: random.Random
+) -> int:
+    """Run a turn to its end; return the number of tokens that the session then holds."""
+    loop = asyncio.get_running_loop()
+    async with _stream(client, session_id, request_id, chance, num_held) as stream:
+        last_s = loop.time()
+        async for _ in stream:
+            bills.num_resumed += loop.time() - last_s > 0.5
+            last_s = loop.time()
+        done = await stream.result()
+    stats, used = done.stats, done.usage
+    counts = (used.num_prompt_tokens, used.num_cached_prompt_tokens, used.num_output_tokens)
+    bills.told[session_id, request_id] = (*counts, stats.num_draft_tokens, stats.num_accepted_tokens)
+    return used.num_prompt_tokens + used.num_output_tokens
+
+
+async def _leave(client: AsyncClient, session_id: str, bills: Bills, chance: random.Random) -> None:
+    """Leave a turn after some tokens, and note what the log holds of it."""
+    num_read, num_wanted = 0, chance.randrange(1, 30)
+    async with _stream(client, session_id, "left", chance, 0) as stream:
+        async for chunk in stream:
+            num_read += len(chunk.token_ids)
+            if num_read >= num_wanted:
+                break
+    while True:
+        try:
+            session = await client.get_session(session_id)
+        except SpecdecError:
+            continue
+        if session.status == "idle":
+            break
+        await asyncio.sleep(0.1)
+    stats = session.stats
+    counts = (len(PROMPT), None, session.num_tokens - len(PROMPT), stats.num_draft_tokens, stats.num_accepted_tokens)
+    bills.told[session_id, "left"] = counts  # type: ignore[assignment]
+    bills.broken.add((session_id, "left"))
+
+
+def _stream(client: AsyncClient, session_id: str, request_id: str, chance: random.Random, num_held: int):  # type: ignore[no-untyped-def]
+    return client.generate(
+        prompt_token_ids=PROMPT,
+        stream=True,
+        session_id=session_id,
+        request_id=request_id,
+        expected_session_tokens=num_held,
+        temperature=0.0,
+        ignore_eos=True,
+        max_new_tokens=chance.randrange(40, 120),
+        gamma=chance.choice((1, 2, 3)),
+    )
+
+
+async def _all_records(usage, since_ms: int, bills: Bills) -> list[UsageRecord]:  # type: ignore[no-untyped-def]
+    """Return the records once every turn has one, or no session of a turn that was left can still live."""
+    deadline = asyncio.get_running_loop().time() + 6 * SESSION_TTL_S
+    while True:
+        records = [record async for record in usage.read(since_ms, 1 << 45)]
+        if len(records) >= len(bills.told) or asyncio.get_running_loop().time() > deadline:
+            return records
+        await asyncio.sleep(0.5)
+
+
+def _counts(record: UsageRecord) -> tuple[int | None, ...]:
+    cached = None if record.outcome == BROKEN else record.cached_tokens
+    return record.prompt_tokens, cached, record.output_tokens, record.draft_tokens, record.accepted_tokens
+
+
+def _redis_url(stack: Stack) -> str:
+    arguments = stack.parts["coordinator"].arguments
+    return arguments[arguments.index("--redis-url") + 1]
