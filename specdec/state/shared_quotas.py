@@ -11,6 +11,7 @@ expires, and with it its streams and the tokens that it held.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import time
@@ -83,7 +84,8 @@ class _Use:
     """Streams of other processes."""
     reported_streams: int = 0
     reported_s: float = float("-inf")
-    asking: asyncio.Task[None] | None = None
+    telling: asyncio.Task[None] | None = None
+    """Reports this use; one call is under way at a time."""
 
     def is_due(self, now_s: float, lease_s: float) -> bool:
         """Return whether Redis is to be told of the use."""
@@ -181,20 +183,19 @@ class SharedQuotas:
 
     async def close(self) -> None:
         """Give back the streams of this process, and stop. Idempotent."""
+        uses, self._uses = list(self._uses.values()), {}
         if self._reporting is not None:
             self._reporting.cancel()
             await asyncio.wait([self._reporting])
-        for use in self._uses.values():
+        for use in uses:
             use.num_streams = lambda: 0
-        uses, self._uses = list(self._uses.values()), {}
-        if uses and not self._has_failed:
-            await self._report(uses)
+            if not self._has_failed:
+                await self._tell(use)
 
     async def _ask(self, use: _Use, is_resumption: bool) -> Refusal | None:
         granted: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
         use.waiting.append((is_resumption, granted))
-        if use.asking is None or use.asking.done():
-            use.asking = asyncio.create_task(self._ask_all(use), name="quota")
+        self._tell(use)
         try:
             return await granted
         except asyncio.CancelledError:
@@ -204,21 +205,27 @@ class SharedQuotas:
                 self._wake.set()
             raise
 
-    async def _ask_all(self, use: _Use) -> None:
-        """Ask for the requests that wait, all that came meanwhile together, until none waits."""
-        while use.waiting:
-            await self._report([use])
+    def _tell(self, use: _Use) -> asyncio.Task[None]:
+        """Report a use, and ask for the requests that wait: one call at a time, so that each has the last one's
+        grants among its streams."""
+        if use.telling is None or use.telling.done():
+            # An own context: its records must not have the ids of the request that came first.
+            use.telling = asyncio.create_task(self._tell_all(use), name="quota", context=contextvars.Context())
+        return use.telling
 
-    async def _report(self, uses: list[_Use]) -> None:
-        """Report uses and ask for the requests that wait. An error is that of the requests, and logged once."""
-        asked = [self._begin(use) for use in uses]
-        answers = await self._connection.run_scripts("use_quota", [call for call, _ in asked])
-        for use, (call, waiters), answer in zip(uses, asked, answers, strict=True):
-            if isinstance(answer, SpecdecError):
-                self._fail(use, call[1], waiters, answer)
-            else:
-                self._settle(use, waiters, answer)
+    async def _tell_all(self, use: _Use) -> None:
+        await self._call(use)
+        while use.waiting:
+            await self._call(use)
         self._report_on()
+
+    async def _call(self, use: _Use) -> None:
+        call, waiters = self._begin(use)
+        (answer,) = await self._connection.run_scripts("use_quota", [call])
+        if isinstance(answer, SpecdecError):
+            self._fail(use, call[1], waiters, answer)
+        else:
+            self._settle(use, waiters, answer)
 
     def _begin(self, use: _Use) -> tuple[Any, list[tuple[bool, asyncio.Future[Refusal | None]]]]:
         waiters = [each for each in use.waiting if not each[1].done()]
@@ -280,7 +287,7 @@ class SharedQuotas:
             now_s = time.monotonic()
             due = [use for use in self._uses.values() if use.is_due(now_s, self._lease_ttl_s)]
             if due:
-                await self._report(due)
+                await asyncio.wait([self._tell(use) for use in due])
             for owner in [owner for owner, use in self._uses.items() if use.is_over]:
                 del self._uses[owner]
             if self._has_failed:

@@ -194,7 +194,7 @@ class Rig:
 
     def open_store(self, tenant: str = DEFAULT_TENANT) -> RedisSessionStore:
         """A tenant's part of the rig's store."""
-        self._stores.append(open_store(self._store_url, tenant=tenant))
+        self._stores.append(open_store(self._store_url, tenant=tenant, usage_kept_s=3600.0))
         return self._stores[-1]
 
     @property
