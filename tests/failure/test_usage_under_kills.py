@@ -23,7 +23,7 @@ from tests.support.stack import Stack
 __all__ = ["models", "redis_server"]
 
 SESSION_TTL_S = 20
-NUM_COORDINATORS = 6
+NUM_COORDINATORS = 4
 NUM_CLIENTS = 6
 MAX_LEFT_TOKENS = 150
 
@@ -66,7 +66,7 @@ async def _check_kills(stack: Stack, num_kills: int) -> None:
             asyncio.create_task(_run_turns(client, number, bills, is_over, random.Random(number)))
             for number in range(NUM_CLIENTS)
         ]
-        await _kill(stack, num_kills, random.Random(1))
+        await _kill(stack, num_kills, bills, random.Random(1))
         is_over.set()
         await asyncio.gather(*clients)
     records = await _all_records(usage, since_ms, bills)
@@ -79,25 +79,29 @@ async def _check_kills(stack: Stack, num_kills: int) -> None:
         f"asked again; billed twice {sum(count > 1 for count in found.values())}, not at all "
         f"{len(bills.told.keys() - found.keys())}, tokens off {num_wrong}"
     )
-    assert len(bills.told) > num_kills
+    assert len(bills.told) >= num_kills
     assert found == Counter(dict.fromkeys(bills.told, 1))
     assert num_wrong == 0
     assert outcomes == {"length": len(bills.told) - len(bills.broken), BROKEN: len(bills.broken)}
 
 
-async def _kill(stack: Stack, num_kills: int, chance: random.Random) -> None:
-    """Kill coordinators at random times and start them again. One always stands."""
+async def _kill(stack: Stack, num_kills: int, bills: Bills, chance: random.Random) -> None:
+    """Kill coordinators one after another, in the middle of turns, and start them again beside the next kills.
+
+    Each kill follows the end of a further turn, so that there are as many turns as kills however slow the machine is.
+    """
     names = [name for name, part in stack.parts.items() if part.module == "coordinator"]
-    may_fall = asyncio.Semaphore(len(names) - 1)
-
-    async def kill_again_and_again(name: str) -> None:
-        for _ in range(num_kills // len(names)):
-            await asyncio.sleep(chance.uniform(0.02, 0.5))
-            async with may_fall:
-                await asyncio.to_thread(stack.kill, name)
-                await asyncio.to_thread(stack.restart, name)
-
-    await asyncio.gather(*map(kill_again_and_again, names))
+    starting: dict[str, asyncio.Task[None]] = {}
+    for number, name in enumerate(itertools.islice(itertools.cycle(names), num_kills)):
+        for started in [starting.pop(each) for each in (name, names[number % len(names) - 2]) if each in starting]:
+            await started
+        while len(bills.told) <= number:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(chance.uniform(0.0, 0.1))
+        await asyncio.to_thread(stack.kill, name)
+        starting[name] = asyncio.create_task(asyncio.to_thread(stack.restart, name))
+    for started in starting.values():
+        await started
 
 
 async def _run_turns(
