@@ -11,6 +11,7 @@ reads the records.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,9 +23,11 @@ from redis.exceptions import NoPermissionError
 from specdec.contract.errors import InvalidSetting, Unavailable
 from specdec.contract.types import FinishReason
 from specdec.settings.cluster_names import DEFAULT_CLUSTER
-from specdec.state.connection import RedisConnection
+from specdec.state.connection import DamagedValue, RedisConnection
 from specdec.state.key_names import key_prefix, session_keys
 from specdec.state.redis_cluster import NUM_SLOTS
+
+_log = logging.getLogger(__name__)
 
 #: Outcome of a turn that has not reached the end of its output.
 BROKEN = "broken"
@@ -105,8 +108,11 @@ class UsageRecords:
         """Write the records of turns that were not resumed before their sessions expired; return their number."""
         num_recorded = 0
         async for shard, names in self._ask_shards("overdue_turns", _open_key, [_PAGE]):
-            if names:
+            while names:
                 num_recorded += await self._record(shard, names)
+                is_full = len(names) == _PAGE
+                open_turns = [_open_key(self._cluster, shard)]
+                names = await self._connection.run_script("overdue_turns", open_turns, [_PAGE]) if is_full else ()
         return num_recorded
 
     async def _ask_shards(
@@ -127,8 +133,16 @@ class UsageRecords:
         for name in names:
             tenant, _, session_id = name.decode().partition(":")
             calls.append(((*session_keys(tenant, session_id, self._cluster), *usage), ()))
-        answers = await self._connection.run_scripts("record_expired", calls)
-        return sum(answer for answer in answers if isinstance(answer, int))
+        num_recorded = 0
+        for name, answer in zip(names, await self._connection.run_scripts("record_expired", calls), strict=True):
+            if isinstance(answer, DamagedValue):  # nothing is known of the turn any more
+                _log.warning("no usage record of a damaged session: %s: %s", ascii(name)[1:], answer)
+                await self._connection.run_command("ZREM", usage[1], name)
+            elif isinstance(answer, Unavailable):
+                raise answer
+            else:
+                num_recorded += answer
+        return num_recorded
 
     async def server_ms(self) -> int:
         """Return the store's time, in ms since 1970."""

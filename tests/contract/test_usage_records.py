@@ -133,6 +133,23 @@ async def test_a_turn_that_nobody_resumes_gets_its_record_once_its_session_has_e
     await short.close()
 
 
+async def test_a_damaged_session_does_not_hold_up_the_records_of_others(
+    store: RedisSessionStore, store_url: str
+) -> None:
+    short = short_lived(store, store_url)
+    for session_id in ("damaged", "whole"):
+        await short.release(await begin(short, session_id))
+    await until_expired(short)
+    raw = RedisConnection(store_url)
+    await raw.run_command("SET", f"specdec@{store._cluster}:default:{{damaged}}:meta", "text")
+    async with asyncio.timeout(10):
+        while not await usage_of(store) or await open_turns(store, store_url):
+            await store.usage().record_expired()
+    assert [record.session for record in await usage_of(store)] == ["whole"]
+    await raw.close()
+    await short.close()
+
+
 async def test_a_session_that_is_created_again_first_ends_the_turn_of_the_expired_one(
     store: RedisSessionStore, store_url: str
 ) -> None:

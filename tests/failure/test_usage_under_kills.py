@@ -43,6 +43,8 @@ class Bills:
     told: dict[tuple[str, str], tuple[int | None, ...]] = field(default_factory=dict)
     broken: set[tuple[str, str]] = field(default_factory=set)
     num_asked_again: int = 0
+    ended: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Released by each turn that ends."""
 
 
 @pytest.mark.timeout(900)
@@ -95,8 +97,7 @@ async def _kill(stack: Stack, num_kills: int, bills: Bills, chance: random.Rando
     for number, name in enumerate(itertools.islice(itertools.cycle(names), num_kills)):
         for started in [starting.pop(each) for each in (name, names[number % len(names) - 2]) if each in starting]:
             await started
-        while len(bills.told) <= number:
-            await asyncio.sleep(0.01)
+        await bills.ended.acquire()
         await asyncio.sleep(chance.uniform(0.0, 0.1))
         await asyncio.to_thread(stack.kill, name)
         starting[name] = asyncio.create_task(asyncio.to_thread(stack.restart, name))
@@ -135,6 +136,7 @@ async def _finish(
     stats, used = done.stats, done.usage
     counts = (used.num_prompt_tokens, used.num_cached_prompt_tokens, used.num_output_tokens)
     bills.told[session_id, request_id] = (*counts, stats.num_draft_tokens, stats.num_accepted_tokens)
+    bills.ended.release()
     return used.num_prompt_tokens + used.num_output_tokens
 
 
@@ -160,6 +162,7 @@ async def _leave(client: AsyncClient, session_id: str, bills: Bills, chance: ran
     stats, num_output = session.stats, session.num_tokens - len(PROMPT)
     counts = (len(PROMPT), None, num_output, stats.num_draft_tokens, stats.num_accepted_tokens)
     bills.told[session_id, "left"] = counts
+    bills.ended.release()
     if num_output < MAX_LEFT_TOKENS:  # else the coordinator was faster than the client's cancellation
         bills.broken.add((session_id, "left"))
 
