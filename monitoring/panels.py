@@ -1,6 +1,7 @@
 """Parts that the dashboards share: the frame with its variables, and panels of lines and of single numbers.
 
-Variables: `datasource` is a Prometheus, `model_name` the models served, `pool` the draft pools.
+Variables: `datasource` is a Prometheus, `cluster` and `namespace` the systems that it watches, `model_name` the models
+served, `pool` the draft pools. Series without a cluster or a namespace belong to the choice of all.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSou
 THIRD, HALF, QUARTER = 8, 12, 6
 SECONDS, SHARE, TOKENS_PER_S, PER_S, COUNT, BYTES = "s", "percentunit", "tokens/s", "ops", "short", "bytes"
 
-#: Selectors of a model's series, and of a model's series of one draft pool.
-MODEL = 'model_name=~"$model_name"'
+#: Selectors of a system's series, of a model's series, and of a model's series of one draft pool.
+SYSTEM = 'cluster=~"$cluster", namespace=~"$namespace"'
+MODEL = f'{SYSTEM}, model_name=~"$model_name"'
 POOL = f'{MODEL}, pool=~"$pool"'
 
 _LINE_HEIGHT, _STAT_HEIGHT = 8, 4
@@ -40,8 +42,14 @@ def frame(name: str, title: str, description: str) -> dashboard.Dashboard:
         .time("now-1h", "now")
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(_variable("model_name", "Model", "label_values(specdec:build_info, model_name)"))
-        .with_variable(_variable("pool", "Draft pool", "label_values(specdec:spec_decode_num_drafts_total, pool)"))
+        .with_variable(_variable("cluster", "Cluster", "label_values(specdec:build_info, cluster)"))
+        .with_variable(
+            _variable("namespace", "Namespace", 'label_values(specdec:build_info{cluster=~"$cluster"}, namespace)')
+        )
+        .with_variable(_variable("model_name", "Model", f"label_values(specdec:build_info{{{SYSTEM}}}, model_name)"))
+        .with_variable(
+            _variable("pool", "Draft pool", f"label_values(specdec:spec_decode_num_drafts_total{{{MODEL}}}, pool)")
+        )
     )
 
 

@@ -12,6 +12,7 @@ from monitoring.panels import (
     PER_S,
     SECONDS,
     SHARE,
+    SYSTEM,
     frame,
     lines,
     number,
@@ -20,6 +21,7 @@ from monitoring.panels import (
     row,
 )
 
+_SERVICES = f'{SYSTEM}, job=~"specdec.*"'
 _INSTANCE = "{{instance}}"
 _JOB = "{{job}} {{instance}}"
 
@@ -77,13 +79,13 @@ def _coordinators(board: Dashboard) -> Dashboard:
 def _processes(board: Dashboard) -> Dashboard:
     return (
         board.with_row(row("Processes"))
-        .with_panel(lines("Up", "1 for each service that answers scrapes.", COUNT, ('up{job=~"specdec.*"}', _JOB)))
+        .with_panel(lines("Up", "1 for each service that answers scrapes.", COUNT, (f"up{{{_SERVICES}}}", _JOB)))
         .with_panel(lines("Processor", "Processors in use.", COUNT,
-                          ('rate(process_cpu_seconds_total{job=~"specdec.*"}[$__rate_interval])', _JOB)))
+                          (f"rate(process_cpu_seconds_total{{{_SERVICES}}}[$__rate_interval])", _JOB)))
         .with_panel(lines("Memory", "Resident memory.", BYTES,
-                          ('process_resident_memory_bytes{job=~"specdec.*"}', _JOB)))
+                          (f"process_resident_memory_bytes{{{_SERVICES}}}", _JOB)))
         .with_panel(lines("Age", "Time since the start of the process.", SECONDS,
-                          ('time() - process_start_time_seconds{job=~"specdec.*"}', _JOB), width=HALF))
+                          (f"time() - process_start_time_seconds{{{_SERVICES}}}", _JOB), width=HALF))
         .with_panel(lines("Versions", "Services by version.", COUNT,
-                          ("count by (version) (specdec:build_info)", "{{version}}"), width=HALF))
+                          (f"count by (version) (specdec:build_info{{{SYSTEM}}})", "{{version}}"), width=HALF))
     )  # fmt: skip

@@ -7,9 +7,11 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 from monitoring.panels import (
     COUNT,
     HALF,
+    MODEL,
     PER_S,
     SECONDS,
     SHARE,
+    SYSTEM,
     TOKENS_PER_S,
     frame,
     lines,
@@ -21,12 +23,13 @@ from monitoring.panels import (
 )
 
 #: Series of the gateway have no model; requests of other tools are left out.
-_ANSWERS = 'route!~"/health|/ready|/metrics"'
+_ANSWERS = f'{SYSTEM}, route!~"/health|/ready|/metrics"'
+_ERRORS = f'{_ANSWERS}, status=~"5.."'
 
 
 def build() -> Dashboard:
     """Return the dashboard."""
-    return _http(_ends(_latencies(_overview(frame("users", "users", "What users of the API notice.")))))
+    return _http(_ends(_budgets(_latencies(_overview(frame("users", "users", "What users of the API notice."))))))
 
 
 def _overview(board: Dashboard) -> Dashboard:
@@ -34,11 +37,11 @@ def _overview(board: Dashboard) -> Dashboard:
         board.with_row(row("Now"))
         .with_panel(number("Tokens", "Tokens emitted.", TOKENS_PER_S, rate("generation_tokens_total")))
         .with_panel(number("Requests running", "Requests that are generating.", COUNT,
-                           'sum(specdec:num_requests_running{model_name=~"$model_name", role=""})'))
+                           f'sum(specdec:num_requests_running{{{MODEL}, role=""}})'))
         .with_panel(number("Time to first token, p95", "Arrival to first token.", SECONDS,
                            quantile(0.95, "time_to_first_token_seconds")))
         .with_panel(number("Failures in an hour", "Requests that an error ended and that were not resumed.", COUNT,
-                           'sum(increase(specdec:request_failures_total{model_name=~"$model_name"}[1h]))'))
+                           f"sum(increase(specdec:request_failures_total{{{MODEL}}}[1h]))"))
     )  # fmt: skip
 
 
@@ -82,6 +85,18 @@ def _ends(board: Dashboard) -> Dashboard:
     )  # fmt: skip
 
 
+def _budgets(board: Dashboard) -> Dashboard:
+    selector = f"{{{SYSTEM}}}"
+    return (
+        board.with_row(row("Budgets"))
+        .with_panel(lines("Burn rate over an hour", "Requests that missed an objective, over those that may. At 14.4 "
+                          "an alert pages.", COUNT,
+                          (f"specdec:budget_burn:ratio_1h{selector}", "{{objective}}, {{seen_by}}"), width=HALF))
+        .with_panel(lines("Burn rate over three days", "At 1 the budget of a period lasts for the period.", COUNT,
+                          (f"specdec:budget_burn:ratio_3d{selector}", "{{objective}}, {{seen_by}}"), width=HALF))
+    )  # fmt: skip
+
+
 def _http(board: Dashboard) -> Dashboard:
     return (
         board.with_row(row("HTTP gateway"))
@@ -89,12 +104,14 @@ def _http(board: Dashboard) -> Dashboard:
                           (rate("http_requests_total", _ANSWERS, by="route, status"), "{{route}} {{status}}"),
                           width=HALF))
         .with_panel(lines("Errors", "Share of answers with a status of 500 or above.", SHARE,
-                          ("specdec:http_errors:ratio_5m", "{{instance}}"), width=HALF))
+                          (f"{rate('http_requests_total', _ERRORS, by='instance')} / "
+                           f"{rate('http_requests_total', _ANSWERS, by='instance')}", "{{instance}}"), width=HALF))
         .with_panel(lines("Time to first token at the gateway", "Start of the outputs to the first token.", SECONDS,
-                          *quantiles("http_time_to_first_token_seconds", "")))
+                          *quantiles("http_time_to_first_token_seconds", SYSTEM)))
         .with_panel(lines("Time of an answer, p95", "Arrival to the last byte.", SECONDS,
                           (quantile(0.95, "http_request_duration_seconds", _ANSWERS, by="route"), "{{route}}")))
         .with_panel(lines("In flight and disconnects", "Answers under way; requests whose client went away.", COUNT,
-                          ("sum(specdec:http_requests_in_flight)", "in flight"),
-                          ("sum(increase(specdec:http_disconnects_total[$__rate_interval]))", "disconnects")))
+                          (f"sum(specdec:http_requests_in_flight{{{SYSTEM}}})", "in flight"),
+                          (f"sum(increase(specdec:http_disconnects_total{{{SYSTEM}}}[$__rate_interval]))",
+                           "disconnects")))
     )  # fmt: skip
