@@ -21,8 +21,10 @@ PROMETHEUS = shutil.which("prometheus")
 PROMTOOL = shutil.which("promtool")
 NO_PROMETHEUS = "needs the programs prometheus and promtool on the PATH (`make prometheus`)"
 FOLDER = Path(__file__).resolve().parents[2] / "monitoring" / "prometheus"
+#: Labels that the operator, or the configuration of a fleet, gives to the series of a system.
+SYSTEM_LABELS = {"cluster": "here", "namespace": "specdec"}
 RULE_FILES = (FOLDER / "recording.rules.yml", FOLDER / "alerts.rules.yml")
-_COMPARISON = re.compile(r" (==|!=|<=|>=|<|>) ")
+_SELECTOR = re.compile(r"\b(?:up|process_\w+|specdec:[\w:]+)(?:\{[^}]*\})?")
 
 
 def rules() -> list[dict[str, Any]]:
@@ -31,9 +33,9 @@ def rules() -> list[dict[str, Any]]:
     return [rule for file in files for group in file["groups"] for rule in group["rules"]]
 
 
-def unfiltered(expression: str) -> str:
-    """Return an alert's expression with comparisons that yield 0 or 1 where they would drop series."""
-    return _COMPARISON.sub(r" \1 bool ", expression)
+def selectors_of(expression: str) -> list[str]:
+    """Return the selectors of the series of services and of records that an expression reads."""
+    return _SELECTOR.findall(expression)
 
 
 def queries_of(dashboard: Mapping[str, Any]) -> list[str]:
@@ -43,7 +45,7 @@ def queries_of(dashboard: Mapping[str, Any]) -> list[str]:
 
 def with_variables(expression: str) -> str:
     """Return the expression of a panel as Grafana sends it, with all values of each variable."""
-    return re.sub(r"\$(model_name|pool)", ".*", expression.replace("$__rate_interval", "1m"))
+    return re.sub(r"\$(cluster|namespace|model_name|pool)", ".*", expression.replace("$__rate_interval", "1m"))
 
 
 class Prometheus:
@@ -79,7 +81,8 @@ def scraping(directory: Path, targets: Mapping[str, Sequence[str]]) -> Iterator[
         "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
         "rule_files": [str(path) for path in RULE_FILES],
         "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": list(addresses)}]} for job, addresses in targets.items()
+            {"job_name": job, "static_configs": [{"targets": list(addresses), "labels": SYSTEM_LABELS}]}
+            for job, addresses in targets.items()
         ],
     }
     path = directory / "prometheus.yml"

@@ -50,7 +50,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Change:
-    """What a fault makes of all series with a name and some labels."""
+    """A value that a fault gives to all series with a name and some labels."""
 
     name: str
     value: float

@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 
 from monitoring.dashboards import FOLDER, written
-from tests.support.prometheus import queries_of, rules
+from tests.support.prometheus import queries_of, rules, selectors_of
 from tools.public_names import SNAPSHOT
 
 NAMES = ("users", "speculation", "pools", "state")
@@ -27,9 +28,24 @@ def dashboard(name: str) -> dict[str, Any]:
 
 def test_the_four_dashboards_are_committed_as_they_are_generated(texts: dict[str, str]) -> None:
     assert sorted(texts) == sorted(f"{name}.json" for name in NAMES)
-    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(texts)
+    assert sorted(path.name for path in FOLDER.glob("*.json")) == sorted(texts)
     for name, text in texts.items():
         assert (FOLDER / name).read_text() == text, f"{name} differs from the code: run make dashboards"
+
+
+def test_every_dashboard_is_a_config_map_that_kubectl_can_apply() -> None:
+    component = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    files = [file for generator in component["configMapGenerator"] for file in generator["files"]]
+    assert sorted(files) == sorted(f"{name}.json" for name in NAMES)
+    for generator in component["configMapGenerator"]:
+        assert sum((FOLDER / file).stat().st_size for file in generator["files"]) < 200_000, generator["name"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_query_can_be_limited_to_a_cluster_and_a_namespace(name: str) -> None:
+    for query in queries_of(dashboard(name)):
+        for selector in selectors_of(query):
+            assert 'cluster=~"$cluster", namespace=~"$namespace"' in selector, query
 
 
 @pytest.mark.parametrize("name", NAMES)
