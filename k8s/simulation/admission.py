@@ -24,7 +24,7 @@ _KEEP = 0.98
 
 
 def slots_per_target(deployment: Deployment, load: ExpectedLoad, alpha: float) -> int:
-    """Return the number of slots that a coordinator gives each target."""
+    """Return the number of slots that a coordinator gives each target: those that gain, as far as its KV goes."""
     requests = load.requests(deployment.gamma, alpha)
     num_targets, num_drafts = deployment.num_targets, deployment.num_drafts
     base_s = base_tpot_s(requests, deployment.target, deployment.draft, num_targets, num_drafts)
@@ -37,7 +37,8 @@ def slots_per_target(deployment: Deployment, load: ExpectedLoad, alpha: float) -
         if state.num_streams > BASE_STREAMS * num_targets and slot_gain(base_s, state, num_targets) < SLOT_GAIN:
             break
         num_slots = max(num_slots, state.num_streams)
-    return int(num_slots / num_targets)
+    in_kv = deployment.target.kv_bytes / deployment.target.session_bytes(load.prompt_tokens + load.output_tokens)
+    return max(1, int(min(num_slots / num_targets, in_kv)))
 
 
 class Slots:

@@ -1,10 +1,10 @@
 """Pools of a simulated system: targets that verify in steps, drafts, and coordinators between them.
 
-A stream alternates between a draft call and a verification. A target takes all calls that wait into one step, and
-prompts within the budget of a step; the time of the step is that of `specdec plan`. A draft call lasts for its steps at
-the number of calls in the replica, and half a step until it is taken. A coordinator is one queue for the processor
-time of its rounds. Streams of one step that go to the same draft replica travel together, with the mean wait at their
-coordinators.
+A stream alternates between a draft call and a verification. While there is no draft it is a run: the target takes it
+into every step. A target takes all calls that wait into one step, and as many rows of prompts as make the step longer
+by the budget; the time of the step is that of `specdec plan`. A draft call lasts for its steps at the number of calls
+in the replica, and half a step until it is taken. A coordinator is one queue for the processor time of its rounds.
+Streams of one step that go to the same draft replica travel together, with the mean wait at their coordinators.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from specdec.cli.planning.cards import CALLS
 from specdec.cli.planning.deployment import Deployment, ExpectedLoad
 
 _NUM_DRAWS = 1 << 16
+#: Prompt rows that run in any step, and the most that one step takes.
+_PROMPT_BLOCK, _MAX_PROMPT_ROWS = 16, 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,8 @@ class Stream:
     arrived_s: float
     tokens_left: int
     coordinator: Coordinator
-    prompt_s: float
-    """Time of its prompt that has not run yet."""
+    prompt_tokens_left: int
+    """Tokens of its prompt that have not run yet."""
     target: Target | None = None
     """None while it waits for a slot."""
     begun_s: float = 0.0
@@ -131,7 +133,6 @@ class System:
         self._emitted = _emitted(workload.alpha, workload.deployment.gamma, self.random)
         self._num_draws = 0
         self._context = workload.load.context_tokens
-        self._prompt_s = workload.deployment.target.prefill_s(workload.load.prompt_tokens)
 
     # ---- pods ----
 
@@ -157,7 +158,8 @@ class System:
             return False
         coordinator = min(_serving(self.coordinators, self.env.now), key=lambda each: each.num_assigned)
         coordinator.num_assigned += 1
-        stream = Stream(self.env.now, self.workload.load.output_tokens, coordinator, self._prompt_s)
+        load = self.workload.load
+        stream = Stream(self.env.now, load.output_tokens, coordinator, load.prompt_tokens)
         self._slots.waiting.append(stream)
         self.begin_waiting()
         return True
@@ -197,28 +199,42 @@ class System:
                 yield target.wake
                 continue
             calls, target.waiting = target.waiting, []
-            prompts_s, prompted = self._take_prompts(target)
-            step_s = prompts_s + (self._verify_s(len(calls)) if calls else 0.0)
+            num_prompt_rows, prompted = self._take_prompts(target, len(calls))
+            step_s = self._step_s(len(calls), num_prompt_rows)
             yield env.timeout(step_s)
             target.busy_s += step_s
             self._finish_step(target, calls, prompted)
 
-    def _verify_s(self, num_calls: int) -> float:
+    def _step_s(self, num_calls: int, num_prompt_rows: int) -> float:
         deployment = self.workload.deployment
         num_rows = deployment.gamma + 1 if _serving(self.drafts, self.env.now) else 1
-        return deployment.target.step_s(num_calls, num_rows, self._context)
+        sequences = num_calls or 1
+        rows = (num_calls * num_rows + num_prompt_rows) / sequences
+        return deployment.target.step_s(sequences, rows, self._context if num_calls else 0)
 
-    def _take_prompts(self, target: Target) -> tuple[float, list[Stream]]:
-        """Return the time of prompts in the next step, and the streams whose prompts end with it."""
-        left_s, ended = self.workload.prefill_budget_s, []
-        while target.prompts and left_s > 0.0:
+    def _take_prompts(self, target: Target, num_calls: int) -> tuple[int, list[Stream]]:
+        """Return the number of prompt rows in the next step, and the streams whose prompts end with it."""
+        if not target.prompts:
+            return 0, []
+        left = room = self._prompt_room(num_calls)
+        ended = []
+        while target.prompts and left:
             stream = target.prompts[0]
-            part_s = min(left_s, stream.prompt_s)
-            stream.prompt_s -= part_s
-            left_s -= part_s
-            if stream.prompt_s <= 0.0:
+            part = min(left, stream.prompt_tokens_left)
+            stream.prompt_tokens_left -= part
+            left -= part
+            if not stream.prompt_tokens_left:
                 ended.append(target.prompts.popleft())
-        return self.workload.prefill_budget_s - left_s, ended
+        return room - left, ended
+
+    def _prompt_room(self, num_calls: int) -> int:
+        """Return how many prompt rows make a step longer by the budget; a block of them runs in any case."""
+        most_s = self._step_s(num_calls, 0) * bool(num_calls) + self.workload.prefill_budget_s
+        fits, too_many = _PROMPT_BLOCK, _MAX_PROMPT_ROWS
+        while too_many - fits > _PROMPT_BLOCK:
+            middle = (fits + too_many) // 2
+            fits, too_many = (middle, too_many) if self._step_s(num_calls, middle) <= most_s else (fits, middle)
+        return fits
 
     def _finish_step(self, target: Target, calls: list[Stream], prompted: list[Stream]) -> None:
         """Emit tokens, and send the streams that go on to their drafts."""
@@ -263,7 +279,7 @@ class System:
         drafts = _serving(self.drafts, self.env.now)
         if not drafts:
             self.num_target_only += len(streams)
-            self._after(wait_s + CALLS.target_s, partial(self._call, target, streams))
+            self._call(target, streams)  # the target goes on by itself
             return
         for index in range(len(drafts)):
             if part := streams[index :: len(drafts)]:

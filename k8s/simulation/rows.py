@@ -15,6 +15,7 @@ from k8s.simulation.outcomes import Planner, held, largest_difference, num_rever
 from k8s.simulation.pools import Workload
 from k8s.simulation.redis_costs import measure_redis
 from k8s.simulation.scenarios import RATE_PER_S, SEED, llama_pair, pods_at, run_trace
+from k8s.simulation.sizing import SIZED_LOADS
 from k8s.simulation.traces import Trace, ramp, steady, step
 
 GOODPUT_RATES = (5, 10, 15, 20, 22.5, 25, 30, 35, 40)
@@ -118,6 +119,19 @@ def _replica_rows(row: Any, name: str, kind: str, history: History, trace: Trace
         make = partial(row, metric=f"targets_{name}", unit="replicas", x=float(round(at_s / 60)), x_name="minutes")
         yield make(system=kind, value=float(number))
         yield make(system="specdec plan", value=float(_planned(planner, trace, "target", at_s)))
+
+
+def size_rows(row: MakeRow, quick: bool) -> list[Row]:
+    """Return the GPUs of plans for 50 requests a second, over those of the smallest simulated system that holds."""
+    rows = []
+    for name, sized in list(SIZED_LOADS.items())[: 1 if quick else None]:
+        planned, least = sized.plan().num_gpus, sized.least_gpus()
+        make: Any = partial(row, case=f"50 requests/s, {name} a token", system="specdec plan", simulated=True)
+        rows += [
+            make(metric="gpus", value=float(planned), unit="GPUs"),
+            make(metric="gpus_over_least", value=planned / least, unit="x", required=1.0, at_most=1.1),
+        ]
+    return rows
 
 
 def pause_rows(row: MakeRow, quick: bool) -> list[Row]:

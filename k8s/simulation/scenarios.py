@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from coordinator.round.draft_deadline import LEAST_DEADLINE_S
-from k8s.simulation.admission import slots_per_target
 from k8s.simulation.cluster import Cluster, History
-from k8s.simulation.limits import Pods, measured_coordinator_s_per_token
+from k8s.simulation.limits import Pods
 from k8s.simulation.manifests import Autoscaler
 from k8s.simulation.outcomes import Planner
 from k8s.simulation.pools import Workload
+from k8s.simulation.sizing import LLAMA_1B, LLAMA_8B, workload_of
 from k8s.simulation.traces import Trace
-from specdec.cli.planning.cards import PlacedModel, card_of
 from specdec.cli.planning.deployment import ExpectedLoad, best_deployment
-from specdec.settings.coordinator import CoordinatorSettings
-from specdec.settings.target import TargetSettings
 
 SEED = 20
 #: Rate of the plan that the simulated systems begin with.
 RATE_PER_S = 20.0
 ALPHA = 0.8
+#: The number of pods at the begin of a trace leaves room until an autoscaler has added a pod.
+_PEAK_FACTOR = 1.25
 #: Limits of the first example of docs/how-to/size-a-system.md.
 TTFT_S, TPOT_S = 1.0, 0.015
 PROMPT_TOKENS, OUTPUT_TOKENS = 1000, 300
@@ -34,18 +32,8 @@ _LOAD_BYTES_PER_S = 1e9
 @cache
 def llama_pair(rate_per_s: float) -> Workload:
     """Return the workload of Llama 3.1 8B with Llama 3.2 1B as its draft, each on an H100."""
-    card = card_of("h100")
-    target = PlacedModel("llama-8b", 8_030_261_248, 32, 131_072, 2 * 8_030_261_248, card, 1)
-    draft = PlacedModel("llama-1b", 1_235_814_400, 16, 32_768, 2 * 1_235_814_400, card, 1)
-    load = ExpectedLoad(rate_per_s, PROMPT_TOKENS, OUTPUT_TOKENS, TTFT_S, TPOT_S)
-    deployment = best_deployment(load, ALPHA, target, draft)
-    return Workload(
-        load, ALPHA, deployment, measured_coordinator_s_per_token(),
-        prefill_budget_s=TargetSettings.model_fields["prefill_budget_ms"].default / 1e3,
-        draft_deadline_s=LEAST_DEADLINE_S,
-        slots_per_target=slots_per_target(deployment, load, ALPHA),
-        max_wait_s=CoordinatorSettings.model_fields["max_wait_s"].default,
-    )  # fmt: skip
+    load = ExpectedLoad(rate_per_s, PROMPT_TOKENS, OUTPUT_TOKENS, TTFT_S, TPOT_S, peak_factor=_PEAK_FACTOR)
+    return workload_of(load, ALPHA, best_deployment(load, ALPHA, LLAMA_8B, LLAMA_1B))
 
 
 def load_times(workload: Workload) -> dict[str, float]:

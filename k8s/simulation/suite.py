@@ -20,10 +20,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     What it needs (simpy, promql-parser) is imported here: a machine that runs another suite need not have it.
     """
     from bench.harness.report import progress
-    from k8s.simulation.rows import goodput_rows, limit_rows, pause_rows, signal_rows, trace_rows
+    from k8s.simulation.rows import goodput_rows, limit_rows, pause_rows, signal_rows, size_rows, trace_rows
 
     row: Any = partial(Row, suite=SUITE, origin=Origin(), quick=arguments.quick)
-    parts = (goodput_rows, signal_rows, trace_rows, pause_rows, limit_rows)
+    parts = (goodput_rows, signal_rows, trace_rows, pause_rows, size_rows, limit_rows)
     rows: list[Row] = []
     with progress(SUITE, len(parts)) as advance:
         for part in parts:

@@ -47,6 +47,8 @@ class ModelSize:
     """Number of multi-token-prediction layers in the checkpoint."""
     state_bytes: int = 0
     """Bytes of one session's recurrent states in a hybrid; a session with a running call holds two of them."""
+    hidden_size: int = 0
+    """Width of the activations between layers."""
 
 
 def model_size(model: str) -> ModelSize:
@@ -78,6 +80,7 @@ def model_size(model: str) -> ModelSize:
         2 * _KV_NUMBER_BYTES * layers.num_attention * kv_heads * head_dim,
         sizes["num_mtp_layers"] or sizes["num_nextn_predict_layers"],
         layers.state_bytes,
+        width,
     )
 
 

@@ -9,10 +9,9 @@ the sizes of the models and a card's data sheet (`planning`). The acceptance is 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from specdec.checkpoints.preflight import model_config, naming_flag, require_dec
 from specdec.cli import Usage
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.planning.cards import CARDS, Card, PlacedModel, card_of
+from specdec.cli.planning.component import thresholds, write_overlay
 from specdec.cli.planning.deployment import (
-    PLANNED_SHARE,
+    PEAK_FACTOR,
     Deployment,
     ExpectedLoad,
     best_deployment,
@@ -30,10 +30,11 @@ from specdec.cli.planning.deployment import (
     lone_stream,
     placed,
 )
+from specdec.cli.planning.links import LINKS, link_of
 from specdec.cli.pool_tables import model_name, print_table
 from specdec.cli.request_flags import add_tls_flags, tls_of_flags
 from specdec.client import Client
-from specdec.contract.errors import InvalidRequest, SpecdecError
+from specdec.contract.errors import SpecdecError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1}
 #: Most digits of a number that is read; Python refuses to read the longest ones.
@@ -65,6 +66,8 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser.add_argument("--draft", metavar="MODEL", help="draft model; without it the target alone is planned")
     parser.add_argument("--dtype", choices=_DTYPE_BYTES, default="bfloat16", help="type of the weights")
     parser.add_argument("--gpu", required=True, metavar="NAME", help=f"one of {', '.join(CARDS)}")
+    parser.add_argument("--link", metavar="NAME", help="link between the GPUs of a replica, one of "
+                        f"{', '.join(LINKS)}; default that of the GPU's data sheet")  # fmt: skip
     parser.add_argument("--gpu-price-per-hour", type=_positive, metavar="AMOUNT", help="adds costs to the plan")
     parser.add_argument("--rate", type=_positive, required=True, metavar="N", help="requests per second")
     parser.add_argument("--prompt-tokens", type=_count, default=1000, metavar="N", help="of a request; default 1000")
@@ -73,6 +76,8 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
                         help="limit of the time to the first token; default 1000")  # fmt: skip
     parser.add_argument("--tpot-ms", type=_positive, default=50.0, metavar="MS",
                         help="limit of the time per further token; default 50")  # fmt: skip
+    parser.add_argument("--peak", type=_factor, default=PEAK_FACTOR, metavar="FACTOR",
+                        help="load at which the limits still hold, over --rate; default 1.05, for chance")  # fmt: skip
     parser.add_argument("--load-gb-per-s", type=_positive, default=1.0, metavar="GB",
                         help="rate at which a replica reads its weights; default 1, an assumption")  # fmt: skip
     acceptance = parser.add_mutually_exclusive_group()
@@ -89,7 +94,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         plan = _plan(args)
         report = _as_json(plan)
         if args.write is not None:
-            write_overlay(args.write, _replicas(plan), _gpus(plan.chosen), report)
+            signals = thresholds(plan.load, plan.alpha, plan.chosen)
+            write_overlay(args.write, _replicas(plan), _gpus(plan.chosen), signals, report)
     except SpecdecError as error:
         raise Usage(error.message) from error
     if args.json:
@@ -103,7 +109,12 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.draft and args.alpha is None and args.measured is None:
         raise Usage("--draft needs --alpha SHARE or --measured HOST:PORT")
     card = card_of(args.gpu)
-    load = ExpectedLoad(args.rate, args.prompt_tokens, args.output_tokens, args.ttft_ms / 1e3, args.tpot_ms / 1e3)
+    if args.link is not None:
+        card = replace(card, link=link_of(args.link))
+    load = ExpectedLoad(
+        args.rate, args.prompt_tokens, args.output_tokens, args.ttft_ms / 1e3, args.tpot_ms / 1e3,
+        peak_factor=args.peak,
+    )  # fmt: skip
     room_tokens = load.prompt_tokens + load.output_tokens
     target = placed(_sized("MODEL", args.model, args.dtype, card), card, room_tokens)
     draft, alpha, source = None, 0.0, "no draft"
@@ -128,7 +139,7 @@ def _sized(flag: str, model: str, dtype: str, card: Card) -> PlacedModel:
     weight_bytes = size.num_parameters * _DTYPE_BYTES[dtype]
     return PlacedModel(
         model_name(model), size.num_parameters, size.num_layers, size.kv_bytes_per_token, weight_bytes, card, 1,
-        size.state_bytes,
+        size.state_bytes, size.hidden_size,
     )  # fmt: skip
 
 
@@ -166,12 +177,25 @@ def _formula(plan: Plan) -> float:
 
 
 def _verdict(plan: Plan) -> str:
-    """Return whether the draft is worth its GPUs; "" without a draft, or if the target alone breaks a limit."""
-    if plan.chosen.draft is None or plan.alone is None:
+    """Return whether to serve with drafts, by GPUs and then by the time per token; "" if no draft was named."""
+    chosen, alone = plan.chosen, plan.alone
+    if chosen.draft is None:
         return ""
-    cost, gain = plan.chosen.num_gpus / plan.alone.num_gpus, _one_stream_speedup(plan)
-    words = f"{cost:.2f} times the GPU hours of the target alone, a stream is {gain:.2f} times as fast"
-    return f"{'do not use' if cost > gain else 'use'} this draft: {words}"
+    if alone is None:
+        return "serve with drafts: the target alone does not hold the limits"
+    ours, theirs = ((each.num_gpus, each.expected.tpot_s) for each in (chosen, alone))
+    gpus = f"{chosen.num_gpus} GPUs with this draft and {alone.num_gpus} without"
+    times = f"{chosen.expected.tpot_s * 1e3:.1f} ms a token with it and {alone.expected.tpot_s * 1e3:.1f} ms without"
+    return f"serve {'with' if ours < theirs else 'without'} drafts: {gpus}, {times}"
+
+
+def _warnings(chosen: Deployment) -> list[str]:
+    models = [model for model in (chosen.target, chosen.draft) if model is not None and model.num_gpus > 1]
+    return [
+        f"{model.name} is divided among {model.num_gpus} GPUs: tensor parallelism has run on processors only, never on "
+        f"several GPUs, so try one replica before you buy; sums are calculated for {model.card.link.name}"
+        for model in models
+    ]
 
 
 def _as_json(plan: Plan) -> dict[str, Any]:
@@ -194,7 +218,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "ttft_s": expected.ttft_s,
         "tpot_s": expected.tpot_s,
         "busy_share": {_TARGET: expected.target_busy_share, _DRAFT: expected.draft_busy_share},
-        "at_peak": {"rate_per_s": load.rate_per_s / PLANNED_SHARE, "ttft_s": peak.ttft_s, "tpot_s": peak.tpot_s},
+        "at_peak": {"rate_per_s": load.peak_per_s, "ttft_s": peak.ttft_s, "tpot_s": peak.tpot_s},
         "kv_bytes_per_target": chosen.kv_bytes_per_target(load),
         "kv_bytes_free_per_target": chosen.target.kv_bytes,
         "redis_bytes": chosen.redis_bytes(load),
@@ -207,6 +231,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         },
         "limited_by": chosen.limits(load),
         "verdict": _verdict(plan),
+        "warnings": _warnings(chosen),
     }
 
 
@@ -228,7 +253,7 @@ def _print(plan: Plan, environ: Mapping[str, str]) -> None:
         f"limit {load.ttft_s * 1e3:g}",
         "further token": f"{expected.tpot_s * 1e3:.1f} ms, {peak.tpot_s * 1e3:.1f} at the peak, "
         f"limit {load.tpot_s * 1e3:g}",
-        "peak": f"{load.rate_per_s / PLANNED_SHARE:g} requests/s",
+        "peak": f"{load.peak_per_s:g} requests/s",
         "KV of a target": f"{report['kv_bytes_per_target'] / 1e9:.1f} of {chosen.target.kv_bytes / 1e9:.1f} GB",
         "Redis": f"{report['redis_bytes'] / 1e9:.2f} GB, {report['redis_writes_per_s']:.0f} writes/s",
         "start of a target": f"{plan.load_s:.0f} s to read its weights",
@@ -246,7 +271,10 @@ def _print(plan: Plan, environ: Mapping[str, str]) -> None:
     print()
     for name, text in lines.items():
         print(f"{name:<{width}}  {text}")
-    print(f"\nCalculated from the data sheet of {chosen.target.card.name}, not measured; alpha is {plan.alpha_source}.")
+    print()
+    for warning in report["warnings"]:
+        print(f"warning: {warning}")
+    print(f"Calculated from the data sheet of {chosen.target.card.name}, not measured; alpha is {plan.alpha_source}.")
 
 
 def _pool_row(name: str, count: int, model: PlacedModel, busy_share: float) -> list[str]:
@@ -271,6 +299,7 @@ def _number(least: float, most: float) -> Callable[[str], float]:
 
 
 _positive = _number(1e-9, 1e9)
+_factor = _number(1.0, 1e3)
 _share = _number(0.0, 1.0)
 
 
@@ -278,56 +307,3 @@ def _count(text: str) -> int:
     if not text.isdecimal() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= 10_000_000:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 10000000, got {text:.64}")
     return int(text)
-
-
-#: An autoscaler may double a pool, for a load above the planned one.
-_ROOM = 2
-
-
-def write_overlay(
-    directory: Path, replicas: Mapping[str, int], gpus: Mapping[str, int], plan: Mapping[str, Any]
-) -> None:
-    """Write kustomization.yaml and plan.json into a new folder; both or none.
-
-    Args:
-        directory: the folder.
-        replicas: planned number of replicas by the name of the Deployment.
-        gpus: GPUs of each replica, of the pools that have any.
-        plan: what `specdec plan --json` prints.
-
-    Raises:
-        InvalidRequest: the folder holds files already.
-    """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidRequest(f"--write: {directory} exists and is not an empty folder", field="write")
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "kustomization.yaml").write_text(_component(replicas, gpus), encoding="utf-8")
-    (directory / "plan.json").write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
-
-
-def _component(replicas: Mapping[str, int], gpus: Mapping[str, int]) -> str:
-    """Return the component. Patches of objects that an overlay does not have change nothing."""
-    lines = [
-        "# Sizes by `specdec plan`, calculated from the load in plan.json beside this file. Name this folder under",
-        "# `components` of an overlay.",
-        "apiVersion: kustomize.config.k8s.io/v1alpha1",
-        "kind: Component",
-        "patches:",
-    ]
-    for name, count in replicas.items():
-        lines += [
-            f"  - target: {{ kind: HorizontalPodAutoscaler, name: {name} }}",
-            "    patch: |-",
-            f"      - {{ op: replace, path: /spec/minReplicas, value: {count} }}",
-            f"      - {{ op: replace, path: /spec/maxReplicas, value: {_ROOM * count} }}",
-        ]
-    for name, count in gpus.items():
-        ranks = f"{{ name: SPECDEC_{name.upper()}__TENSOR_PARALLEL, value: '{count}' }}"
-        resource = "/spec/template/spec/containers/0/resources/limits/nvidia.com~1gpu"
-        lines += [
-            f"  - target: {{ kind: Deployment, name: {name} }}",
-            "    patch: |-",
-            f"      - {{ op: add, path: {resource}, value: {count} }}",
-            f"      - {{ op: add, path: /spec/template/spec/containers/0/env/-, value: {ranks} }}",
-        ]
-    return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from specdec.cli.planning.links import LINKS, Link
 from specdec.cli.planning.steady_state import CallTimes
 from specdec.contract.errors import InvalidRequest
 
@@ -26,6 +27,8 @@ class Card:
     tflops: float
     """Peak rate of 16-bit matrix products, without sparsity."""
     source: str
+    link: Link = LINKS["pcie-4"]
+    """Link to the other cards of a group, unless `--link` names another one."""
 
 
 #: Known cards by the name that `--gpu` takes.
@@ -33,17 +36,17 @@ CARDS = {
     card.name: card
     for card in (
         Card("a10", 24, 600, 125, "NVIDIA A10 data sheet"),
-        Card("a100-40gb", 40, 1555, 312, "NVIDIA A100 data sheet, SXM"),
-        Card("a100-80gb", 80, 2039, 312, "NVIDIA A100 data sheet, SXM"),
-        Card("b200", 180, 8000, 2250, "NVIDIA DGX B200 data sheet, per GPU"),
-        Card("h100", 80, 3350, 989, "NVIDIA H100 data sheet, SXM"),
-        Card("h100-pcie", 80, 2000, 756, "NVIDIA H100 data sheet, PCIe"),
-        Card("h200", 141, 4800, 989, "NVIDIA H200 data sheet, SXM"),
+        Card("a100-40gb", 40, 1555, 312, "NVIDIA A100 data sheet, SXM", LINKS["nvlink-3"]),
+        Card("a100-80gb", 80, 2039, 312, "NVIDIA A100 data sheet, SXM", LINKS["nvlink-3"]),
+        Card("b200", 180, 8000, 2250, "NVIDIA DGX B200 data sheet, per GPU", LINKS["nvlink-5"]),
+        Card("h100", 80, 3350, 989, "NVIDIA H100 data sheet, SXM", LINKS["nvlink-4"]),
+        Card("h100-pcie", 80, 2000, 756, "NVIDIA H100 data sheet, PCIe", LINKS["pcie-5"]),
+        Card("h200", 141, 4800, 989, "NVIDIA H200 data sheet, SXM", LINKS["nvlink-4"]),
         Card("l4", 24, 300, 121, "NVIDIA L4 data sheet"),
         Card("l40s", 48, 864, 362, "NVIDIA L40S data sheet"),
-        Card("mi300x", 192, 5300, 1307, "AMD Instinct MI300X data sheet"),
+        Card("mi300x", 192, 5300, 1307, "AMD Instinct MI300X data sheet", LINKS["infinity-fabric"]),
         Card("rtx-4090", 24, 1008, 165, "NVIDIA Ada architecture paper"),
-        Card("t4", 16, 320, 65, "NVIDIA T4 data sheet"),
+        Card("t4", 16, 320, 65, "NVIDIA T4 data sheet", LINKS["pcie-3"]),
     )
 }
 
@@ -65,8 +68,8 @@ FLOPS_SHARE = 0.5
 HOST_S = 0.0005
 #: The first two of one H100. The last is that of two CPU cores with simulated engines (`python -m bench planning`).
 CALLS = CallTimes(target_s=0.0017, draft_s=0.0019, opening_s=0.008)
-#: Two sums over the GPUs of a group in each layer. Assumed.
-RANK_SUM_S = 0.00001
+#: Bytes of an activation that ranks add up, and sums of a layer: after attention and after the MLP.
+_ACTIVATION_BYTES, _SUMS_PER_LAYER = 2, 2
 #: Share of a card's memory for weights and KV cache; the rest is for activations, graphs and libraries.
 MEMORY_SHARE = 0.88
 
@@ -85,6 +88,8 @@ class PlacedModel:
     """Cards of one replica: its tensor-parallel degree."""
     state_bytes: int = 0
     """Bytes of one sequence's recurrent states in a hybrid."""
+    hidden_size: int = 0
+    """Width of the activations that ranks add up."""
 
     @property
     def kv_bytes(self) -> float:
@@ -106,7 +111,8 @@ class PlacedModel:
         # A step reads one recurrent state of a sequence and writes one.
         num_bytes = self.weight_bytes + num_sequences * self.session_bytes(context_tokens)
         reading_s = num_bytes / (self.num_gpus * self.card.bandwidth_gb_per_s * 1e9 * BANDWIDTH_SHARE)
-        return max(reading_s, self._multiplying_s(num_sequences * num_rows)) + HOST_S + self._summing_s
+        rows = num_sequences * num_rows
+        return max(reading_s, self._multiplying_s(rows)) + HOST_S + self._summing_s(rows)
 
     def prefill_s(self, num_tokens: int) -> float:
         """Return the seconds in which a prompt is computed."""
@@ -116,6 +122,6 @@ class PlacedModel:
         flops = 2.0 * self.num_parameters * num_rows
         return flops / (self.num_gpus * self.card.tflops * 1e12 * FLOPS_SHARE)
 
-    @property
-    def _summing_s(self) -> float:
-        return 0.0 if self.num_gpus == 1 else 2 * self.num_layers * RANK_SUM_S
+    def _summing_s(self, num_rows: float) -> float:
+        num_bytes = num_rows * self.hidden_size * _ACTIVATION_BYTES
+        return _SUMS_PER_LAYER * self.num_layers * self.card.link.sum_s(self.num_gpus, num_bytes)

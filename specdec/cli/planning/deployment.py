@@ -1,6 +1,6 @@
 """Searches for the fewest GPUs that serve a load within its latencies.
 
-The latencies have to hold at a load that is higher by the room for peaks. For each gamma the search finds the fewest
+The latencies have to hold at the peak, a multiple of the load. For each gamma the search finds the fewest
 targets that hold them with any number of drafts, and then, for this and some larger numbers of targets, the fewest
 drafts. `steady_state` has the times.
 """
@@ -17,9 +17,8 @@ from specdec.cli.planning.steady_state import Requests, SteadyState, steady_stat
 from specdec.contract.errors import InvalidRequest
 
 MAX_GAMMA = 8
-#: Share of the rate at which a deployment holds the limits that is planned for it: the rest is for peaks, until an
-#: autoscaler has added a replica.
-PLANNED_SHARE = 0.8
+#: Peak over the load, for the chance of random arrivals.
+PEAK_FACTOR = 1.05
 #: A coordinator gives a target more than `BASE_STREAMS` streams while they gain at least `SLOT_GAIN`: the growth of
 #: tokens per second relative to that of streams (coordinator/admission/speeds.py). Further requests wait for a slot.
 BASE_STREAMS, SLOT_GAIN = 16, 0.1
@@ -47,15 +46,22 @@ class ExpectedLoad:
     """Limit of the time per further token."""
     session_ttl_s: float = 3600.0
     """Time that Redis keeps an idle session."""
+    peak_factor: float = PEAK_FACTOR
+    """Peak, at which the limits hold, over the rate."""
 
     @property
     def context_tokens(self) -> float:
         """Mean tokens of a running stream."""
         return self.requests(0, 0.0).context_tokens
 
-    def requests(self, gamma: int, alpha: float, share: float = 1.0) -> Requests:
-        """Return the requests and their rounds, at the load's rate over `share`."""
-        rate_per_s = self.rate_per_s / share
+    @property
+    def peak_per_s(self) -> float:
+        """Requests per second at the peak."""
+        return self.rate_per_s * self.peak_factor
+
+    def requests(self, gamma: int, alpha: float, factor: float = 1.0) -> Requests:
+        """Return the requests and their rounds, at a multiple of the load's rate."""
+        rate_per_s = self.rate_per_s * factor
         return Requests(rate_per_s, self.prompt_tokens, self.output_tokens, gamma, tokens_per_round(alpha, gamma))
 
 
@@ -72,7 +78,7 @@ class Deployment:
     expected: SteadyState
     """At the planned load."""
     peak: SteadyState
-    """At the load with room for peaks, at which the limits hold."""
+    """At the peak, at which the limits hold."""
     slot_gain: float
     """Gain of further streams at the peak. At less than `SLOT_GAIN`, coordinators give the targets fewer slots."""
 
@@ -96,8 +102,7 @@ class Deployment:
 
     def num_coordinators(self, load: ExpectedLoad) -> int:
         """Return the number of coordinator processes, each with one core; two at least, so that one may end."""
-        cores = load.rate_per_s * load.output_tokens * _COORDINATOR_S_PER_TOKEN / _CORE_SHARE
-        return max(2, math.ceil(cores))
+        return max(2, math.ceil(coordinator_cores(load)))
 
     def gpu_hours_per_million_tokens(self, load: ExpectedLoad) -> float:
         return self.num_gpus * 1e6 / (load.rate_per_s * load.output_tokens * 3600)
@@ -120,6 +125,11 @@ class Deployment:
 def _kv_bytes(model: PlacedModel, state: SteadyState, load: ExpectedLoad) -> float:
     """Return the KV, with recurrent states, that a model has of all streams at their full length."""
     return state.num_streams * model.session_bytes(load.prompt_tokens + load.output_tokens)
+
+
+def coordinator_cores(load: ExpectedLoad) -> float:
+    """Return the cores of coordinators that a load keeps as busy as is planned."""
+    return load.rate_per_s * load.output_tokens * _COORDINATOR_S_PER_TOKEN / _CORE_SHARE
 
 
 def tokens_per_round(alpha: float, gamma: int) -> float:
@@ -188,6 +198,12 @@ def best_deployment(load: ExpectedLoad, alpha: float, target: PlacedModel, draft
             field="tpot_ms",
         )
     return found
+
+
+def state_within_limits(load: ExpectedLoad, alpha: float, deployment: Deployment) -> SteadyState | None:
+    """Return the means of a deployment at the peak of a load; None if a limit does not hold."""
+    search = _Search(load, alpha, deployment.target, deployment.draft, deployment.gamma)
+    return search.at_peak(deployment.num_targets, deployment.num_drafts)
 
 
 def lone_stream(
@@ -269,7 +285,7 @@ class _Search:
     ) -> None:
         self._load, self._target, self._draft, self._gamma = load, target, draft, gamma
         self._expected = load.requests(gamma, alpha)
-        self._peak = load.requests(gamma, alpha, PLANNED_SHARE)
+        self._peak = load.requests(gamma, alpha, load.peak_factor)
 
     def pools(self) -> Iterator[tuple[int, int]]:
         """Give numbers of targets and drafts that hold the limits."""

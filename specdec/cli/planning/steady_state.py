@@ -84,6 +84,10 @@ class SteadyState:
     """Streams at once."""
     target_busy_share: float
     draft_busy_share: float
+    target_calls: float = 0.0
+    """Calls in all targets at once; a stream without a draft is one call."""
+    draft_calls: float = 0.0
+    """Calls in all drafts at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,12 @@ def steady_state(
     further_s = (requests.num_rounds - 1) * round_s
     tpot_s = further_s / (requests.output_tokens - 1) if requests.output_tokens > 1 else 0.0
     num_streams = requests.rate_per_s * (ttft_s + further_s)
-    return SteadyState(round_s, ttft_s, tpot_s, num_streams, steps.busy_share, draft_busy)
+    in_draft = max(0.0, away_s - calls.draft_s) / round_s if requests.gamma else 0.0
+    in_target = 1.0 - (away_s + calls.target_s) / round_s if requests.gamma else 1.0
+    return SteadyState(
+        round_s, ttft_s, tpot_s, num_streams, steps.busy_share, draft_busy, in_target * num_streams,
+        in_draft * num_streams,
+    )  # fmt: skip
 
 
 def _step_s(

@@ -15,7 +15,7 @@ from specdec.cli.__main__ import run
 from specdec.cli.planning.cards import CARDS, MEMORY_SHARE, PlacedModel, card_of
 from specdec.cli.planning.deployment import (
     BASE_STREAMS,
-    PLANNED_SHARE,
+    PEAK_FACTOR,
     SLOT_GAIN,
     ExpectedLoad,
     base_tpot_s,
@@ -124,7 +124,7 @@ def test_a_plan_leaves_room_for_peaks_and_for_the_slots_of_coordinators() -> Non
     target = PlacedModel("8B", 8_000_000_000, 32, 131_072, 16_000_000_000, CARDS["h100"], 1)
     for rate in (20, 50, 200):
         found = best_deployment(ExpectedLoad(rate, 1000, 300, 1.0, 0.05), 0.0, target, None)
-        fewer = best_deployment(ExpectedLoad(rate * PLANNED_SHARE, 1000, 300, 1.0, 0.05), 0.0, target, None)
+        fewer = best_deployment(ExpectedLoad(rate * PEAK_FACTOR, 1000, 300, 1.0, 0.05), 0.0, target, None)
         assert found.expected.num_streams < found.peak.num_streams
         assert fewer.num_targets <= found.num_targets
         # The line through its times per token with 16 streams and at the peak: what one stream more would gain there.

@@ -25,9 +25,11 @@ from k8s.simulation.queries import UnsupportedQuery, evaluate, rate
 from k8s.simulation.scaling_rule import ScalingRule, desired_replicas
 from k8s.simulation.scenarios import llama_pair, load_times, run_trace
 from k8s.simulation.scraped import Scraped
+from k8s.simulation.sizing import SIZED_LOADS, workload_of
 from k8s.simulation.traces import steady, step
 
 BOTH = [*hpa_autoscalers().values(), *keda_autoscalers().values()]
+PAIR = "8B with 1B, 15 ms"
 AT_ONCE = Direction(0.0, (Policy(True, 1000.0, 15.0),))
 
 
@@ -227,6 +229,30 @@ def test_a_replica_serves_only_after_its_weights_are_read() -> None:
     times = load_times(llama_pair(20.0))
     assert times["target"] == pytest.approx(16.06, abs=0.01)
     assert times["draft"] < times["target"]
+
+
+# ---- plans ----
+
+
+@pytest.mark.parametrize(
+    "name", [*(name for name in SIZED_LOADS if "with" not in name), pytest.param(PAIR, marks=pytest.mark.full)]
+)
+def test_a_plan_has_at_most_a_tenth_more_gpus_than_the_smallest_simulated_system_that_holds(name: str) -> None:
+    sized = SIZED_LOADS[name]
+    assert sized.least_gpus() <= sized.plan().num_gpus <= 1.1 * sized.least_gpus()
+
+
+def test_streams_without_a_draft_are_in_every_step() -> None:
+    """Little's law again: no stream waits for the rest of a step that has begun without it."""
+    sized = SIZED_LOADS["8B, 15 ms"]
+    plan = sized.plan()
+    cluster = Cluster(workload_of(sized.load, 0.0, plan), {"target": 5, "draft": 0, "coordinator": 8}, {}, {}, seed=2)
+    history = cluster.run(steady(50.0, 20.0))
+    busy_s = sum(target.busy_s for target in cluster.system.targets)
+    in_steps_s = sum(target.call_seconds for target in cluster.system.targets)
+    served_s = sum(each.ttft_s + 299 * each.tpot_s for each in history.served)
+    assert busy_s
+    assert in_steps_s == pytest.approx(served_s, rel=0.05)
 
 
 # ---- outcomes ----
