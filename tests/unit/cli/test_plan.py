@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from coordinator.admission import speeds
+from k8s.simulation.manifests import hpa_autoscalers, keda_autoscalers, quantity
 from specdec.cli.__main__ import run
 from specdec.cli.planning.cards import CARDS, MEMORY_SHARE, PlacedModel, card_of
+from specdec.cli.planning.component import thresholds
 from specdec.cli.planning.deployment import (
     BASE_STREAMS,
     PEAK_FACTOR,
@@ -25,6 +27,7 @@ from specdec.cli.planning.deployment import (
     placed,
     tokens_per_round,
 )
+from specdec.cli.planning.links import LINKS
 
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 _1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -90,11 +93,16 @@ def test_a_useless_draft_is_not_faster_than_the_target_alone(models: Path, capsy
     assert useless["speedup"]["formula"] < 1.0 < good["speedup"]["formula"]
 
 
-@pytest.mark.parametrize(("alpha", "verdict"), [("0", "do not use this draft: "), ("0.9", "use this draft: ")])
-def test_a_draft_that_costs_more_than_it_gains_is_advised_against(
+@pytest.mark.parametrize(("alpha", "verdict"), [("0", "serve without drafts: "), ("0.9", "serve with drafts: ")])
+def test_a_verdict_says_whether_to_serve_with_drafts(
     alpha: str, verdict: str, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(capsys, *words_of(models, alpha=alpha))["verdict"].startswith(verdict)
+    found = plan(capsys, *words_of(models, alpha=alpha))
+    alone = plan(capsys, str(models / "8b"), "--rate", "20", "--gpu", "h100", "--tpot-ms", "15")
+    assert found["verdict"].startswith(verdict)
+    assert f"{found['num_gpus']} GPUs with this draft and {alone['num_gpus']} without" in found["verdict"]
+    has_fewer = (found["num_gpus"], found["tpot_s"]) < (alone["num_gpus"], alone["tpot_s"])
+    assert has_fewer == (alpha == "0.9")
     assert run(["plan", *words_of(models, alpha=alpha)], {}) == 0
     assert f"  {verdict}" in capsys.readouterr().out
 
@@ -124,7 +132,7 @@ def test_a_plan_leaves_room_for_peaks_and_for_the_slots_of_coordinators() -> Non
     target = PlacedModel("8B", 8_000_000_000, 32, 131_072, 16_000_000_000, CARDS["h100"], 1)
     for rate in (20, 50, 200):
         found = best_deployment(ExpectedLoad(rate, 1000, 300, 1.0, 0.05), 0.0, target, None)
-        fewer = best_deployment(ExpectedLoad(rate * PEAK_FACTOR, 1000, 300, 1.0, 0.05), 0.0, target, None)
+        fewer = best_deployment(ExpectedLoad(rate / PEAK_FACTOR, 1000, 300, 1.0, 0.05), 0.0, target, None)
         assert found.expected.num_streams < found.peak.num_streams
         assert fewer.num_targets <= found.num_targets
         # The line through its times per token with 16 streams and at the peak: what one stream more would gain there.
@@ -173,6 +181,8 @@ def test_the_formula_is_that_of_the_paper() -> None:
         ({"output_tokens": "9" * 5000}, "argument --output-tokens: must be a whole number from 1 to 10000000, got 999"),
         ({"alpha": "1.5"}, "argument --alpha: must be from 0 to 1, got 1.5"),
         ({"gpu": "h1000"}, "--gpu: unknown GPU 'h1000'; did you mean h100?"),
+        ({"link": "nvlink4"}, "--link: unknown link 'nvlink4'; did you mean nvlink-4?"),
+        ({"peak": "0.5"}, "argument --peak: must be from 1 to 1000, got 0.5"),
         ({"model": "70b", "gpu": "t4"}, "--gpu: 70b needs 141 GB and 8 x t4 have 128 GB"),
         ({"tpot_ms": "2"}, "--tpot-ms must be at least"),
         ({"ttft_ms": "1", "prompt_tokens": "10000"}, "--ttft-ms must be at least"),
@@ -194,23 +204,103 @@ def test_an_impossible_plan_is_one_line_and_writes_nothing(
     assert not (models / "overlay").exists()
 
 
+def patches_of(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the values that a component writes, by kind, name and path."""
+    component = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    return {
+        (patch["target"]["kind"], patch["target"]["name"]): {
+            each["path"]: each["value"] for each in yaml.safe_load(patch["patch"])
+        }
+        for patch in component["patches"]
+    }
+
+
 def test_the_written_component_has_the_planned_sizes(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = models / "overlay"
     found = plan(capsys, *words_of(models, model=str(models / "70b"), tpot_ms="40", rate="5", write=str(folder)))
-    component = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    patches = {(patch["target"]["kind"], patch["target"]["name"]): yaml.safe_load(patch["patch"])
-               for patch in component["patches"]}  # fmt: skip
+    patches = patches_of(folder)
     for pool, count in found["replicas"].items():
-        least, most = patches["HorizontalPodAutoscaler", pool]
-        assert (least["path"], least["value"]) == ("/spec/minReplicas", count)
-        assert most["value"] >= count
-    gpus, ranks = patches["Deployment", "target"]
-    assert gpus["value"] == 4
-    assert ranks["value"] == {"name": "SPECDEC_TARGET__TENSOR_PARALLEL", "value": "4"}
+        hpa, keda = patches["HorizontalPodAutoscaler", pool], patches["ScaledObject", pool]
+        assert hpa["/spec/minReplicas"] == count
+        assert hpa["/spec/maxReplicas"] == keda["/spec/maxReplicaCount"] >= count
+        assert keda.get("/spec/minReplicaCount") == (None if pool == "draft" else count)
+    deployment = patches["Deployment", "target"]
+    assert deployment["/spec/template/spec/containers/0/resources/limits/nvidia.com~1gpu"] == 4
+    ranks = {"name": "SPECDEC_TARGET__TENSOR_PARALLEL", "value": "4"}
+    assert deployment["/spec/template/spec/containers/0/env/-"] == ranks
     assert json.loads((folder / "plan.json").read_text()) == found
     again = words_of(models, model=str(models / "70b"), tpot_ms="40", write=str(folder))
     assert run(["plan", *again], {}) == 2
     assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_both_autoscalers_get_the_same_thresholds_at_signals_that_they_have(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = models / "overlay"
+    plan(capsys, *words_of(models, write=str(folder)))
+    patches = patches_of(folder)
+    for pool, hpa in hpa_autoscalers().items():
+        written = patches["HorizontalPodAutoscaler", pool]
+        (place,) = [path for path in written if path.endswith("/metric/name")]
+        assert hpa.signals[int(place.split("/")[3])].name == written[place]
+        (value,) = [quantity(text) for path, text in written.items() if path.endswith("/averageValue")]
+        trigger = patches["ScaledObject", pool]
+        (place,) = [path for path in trigger if path.endswith("/name")]
+        assert keda_autoscalers()[pool].signals[int(place.split("/")[3])].name == trigger[place]
+        (threshold,) = [text for path, text in trigger.items() if path.endswith("/threshold")]
+        assert isinstance(threshold, str)  # as KEDA's schema has it
+        assert float(threshold) == pytest.approx(value, abs=0.002)
+        assert 0.1 < value < 1000
+
+
+def test_a_threshold_is_the_signal_of_a_replica_below_the_largest_load() -> None:
+    target = PlacedModel("8B", 8_000_000_000, 32, 131_072, 16_000_000_000, CARDS["h100"], 1)
+    load = ExpectedLoad(50, 1000, 300, 1.0, 0.05)
+    found = best_deployment(load, 0.0, target, None)
+    root = thresholds(load, 0.0, found)["target"].value
+    # A target of the plan has fewer calls at the planned load, and more where it no longer holds the limits.
+    at_the_plan = (found.expected.num_streams / found.num_targets) ** 0.5
+    most = max(found.target.kv_bytes / found.target.session_bytes(1300), 1.0) ** 0.5
+    assert at_the_plan / 2 < root < most
+    twice = replace(load, rate_per_s=100.0)
+    again = thresholds(twice, 0.0, best_deployment(twice, 0.0, target, None))["target"].value
+    assert again == pytest.approx(root, rel=0.1)  # a matter of the model and the limits
+
+
+def test_a_divided_model_has_a_warning_and_links_decide_its_time(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(models / "70b"), "--rate", "5", "--gpu", "h100", "--tpot-ms", "60"]
+    nvlink, pcie, network = (
+        plan(capsys, *words, *link) for link in ((), ("--link", "pcie-4"), ("--link", "network-100g"))
+    )
+    assert nvlink["num_gpus"] <= pcie["num_gpus"] <= network["num_gpus"]
+    assert nvlink["tpot_s"] < pcie["tpot_s"]
+    for found in (nvlink, pcie, network):
+        (warning,) = found["warnings"]
+        assert "tensor parallelism has run on processors only, never on several GPUs" in warning
+    assert run(["plan", *words], {}) == 0
+    assert "\nwarning: 70b is divided among 4 GPUs" in capsys.readouterr().out
+    assert plan(capsys, *words_of(models))["warnings"] == []
+
+
+def test_a_sum_over_ranks_takes_the_time_of_its_bytes_and_its_messages() -> None:
+    link = LINKS["nvlink-4"]
+    assert link.sum_s(1, 1e6) == 0.0
+    # A ring of 4 sends three halves of the bytes at 78 % of 450 GB/s.
+    assert link.sum_s(4, 1e9) == pytest.approx(1.5e9 / (0.78 * 450e9), rel=0.02)
+    assert link.sum_s(4, 0) == pytest.approx(3.6e-6 + 6 * 0.47e-6)
+    times = [LINKS[name].sum_s(4, 2 * 8192 * 100) for name in ("nvlink-5", "nvlink-4", "pcie-5", "pcie-3")]
+    assert times == sorted(times)
+
+
+def test_a_plan_leaves_the_room_that_it_is_asked_for(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(models / "8b"), "--rate", "200", "--gpu", "h100"]
+    usual, roomy = plan(capsys, *words), plan(capsys, *words, "--peak", "1.5")
+    assert (usual["at_peak"]["rate_per_s"], roomy["at_peak"]["rate_per_s"]) == (pytest.approx(210), pytest.approx(300))
+    assert usual["num_gpus"] < roomy["num_gpus"]
+    assert roomy["at_peak"]["tpot_s"] <= 0.05
 
 
 def test_the_acceptance_of_a_system_that_has_measured_none_is_refused(

@@ -87,12 +87,11 @@ def test_the_prometheus_of_the_compose_profile_scrapes_every_service_where_it_se
 def test_compose_and_the_operator_give_services_the_same_jobs() -> None:
     """Rules tell services apart by their job."""
     jobs = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
-    monitors = [body["spec"] for body in yaml.safe_load_all((MANIFESTS / "pod-monitor.yaml").read_text())]
-    selected = {name for body in monitors for part in body["selector"]["matchExpressions"] for name in part["values"]}
-    assert {job["job_name"] for job in jobs} == {f"specdec-{name}" for name in selected}
-    for body in monitors:
-        ((step,),) = [endpoint["relabelings"] for endpoint in body["podMetricsEndpoints"]]
-        assert (step["targetLabel"], step["replacement"]) == ("job", "specdec-$1")
+    monitor = yaml.safe_load((MANIFESTS / "pod-monitor.yaml").read_text())["spec"]
+    (selected,) = monitor["selector"]["matchExpressions"]
+    assert {job["job_name"] for job in jobs} == {f"specdec-{name}" for name in selected["values"]}
+    ((step,),) = [endpoint["relabelings"] for endpoint in monitor["podMetricsEndpoints"]]
+    assert (step["targetLabel"], step["replacement"]) == ("job", "specdec-$1")
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason=NO_PROMETHEUS)
