@@ -19,7 +19,7 @@ from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.target import TargetSettings
 
 #: Share of the requests that have to hold both limits, and simulated time.
-HELD_SHARE, SECONDS = 0.99, 60.0
+HELD_SHARE, SECONDS = 0.99, 45.0
 _SEED = 20
 
 

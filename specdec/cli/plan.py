@@ -183,17 +183,18 @@ def _verdict(plan: Plan) -> str:
         return ""
     if alone is None:
         return "serve with drafts: the target alone does not hold the limits"
-    ours, theirs = ((each.num_gpus, each.expected.tpot_s) for each in (chosen, alone))
-    gpus = f"{chosen.num_gpus} GPUs with this draft and {alone.num_gpus} without"
-    times = f"{chosen.expected.tpot_s * 1e3:.1f} ms a token with it and {alone.expected.tpot_s * 1e3:.1f} ms without"
-    return f"serve {'with' if ours < theirs else 'without'} drafts: {gpus}, {times}"
+    with_drafts, without = ((each.num_gpus, each.expected.tpot_s) for each in (chosen, alone))
+    better, other = sorted((with_drafts, without))
+    words = "with" if better == with_drafts else "without"
+    gpus = f"{better[0]} GPUs instead of {other[0]}"
+    return f"serve {words} drafts: {gpus}, {better[1] * 1e3:.1f} ms a token instead of {other[1] * 1e3:.1f}"
 
 
 def _warnings(chosen: Deployment) -> list[str]:
     models = [model for model in (chosen.target, chosen.draft) if model is not None and model.num_gpus > 1]
     return [
-        f"{model.name} is divided among {model.num_gpus} GPUs: tensor parallelism has run on processors only, never on "
-        f"several GPUs, so try one replica before you buy; sums are calculated for {model.card.link.name}"
+        f"{model.name} on {model.num_gpus} GPUs: tensor parallelism has never run on several GPUs; sums are calculated "
+        f"for {model.card.link.name}"
         for model in models
     ]
 

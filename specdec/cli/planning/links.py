@@ -30,7 +30,7 @@ _RATE_SHARE, _LOW_LATENCY_SHARE = 0.78, 0.25
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects the GPUs of a group."""
+    """Connection between the GPUs of a group."""
 
     name: str
     gb_per_s: float

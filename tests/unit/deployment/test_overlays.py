@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from k8s.validation.compositions import Overlay, find_overlays
 from k8s.validation.documents import Document, of_kind
 from k8s.validation.rendering import render
+from specdec.cli.planning.component import Threshold, write_overlay
 from specdec.cli.up_parser import add_parser
 from specdec.service.rank import parse_arguments
 from tests.unit.deployment.test_k8s_validate import KUBECTL
@@ -161,3 +163,33 @@ def test_every_overlay_is_listed_in_the_tutorial() -> None:
     overlays = [overlay.name for overlay in find_overlays(ROOT) if overlay.name.startswith("k8s/overlays/")]
     assert len(overlays) >= 6
     assert [name for name in overlays if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("scaler", ["hpa", "keda"])
+def test_a_written_plan_sizes_the_autoscalers_of_an_overlay(scaler: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s", ignore=shutil.ignore_patterns("__pycache__"))
+    overlay = tmp_path / "k8s" / "overlays" / "planned"
+    signals = {
+        "target": Threshold(5.25, 0, "specdec_calls_root", 0, "calls"),
+        "draft": Threshold(30.0, 0, "specdec_calls", 1, "calls"),
+        "coordinator": Threshold(150.0, 1, "specdec_num_requests_running", 1, "streams"),
+    }
+    write_overlay(overlay / "plan", {"target": 14, "draft": 3, "coordinator": 5}, {}, signals, {})
+    names = [f"../../components/{scaler}", "plan"]
+    body = {"resources": ["../../base"], "components": names, "kind": "Kustomization"}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(body))
+    documents = rendered("k8s/overlays/planned", tmp_path)
+    if scaler == "hpa":
+        specs = {name: each.spec for name, each in named(documents, "HorizontalPodAutoscaler").items()}
+        limits = {name: (spec["minReplicas"], spec["maxReplicas"]) for name, spec in specs.items()}
+        assert limits == {"target": (14, 28), "draft": (3, 6), "coordinator": (5, 10)}
+        assert specs["target"]["metrics"][0]["pods"]["target"]["averageValue"] == "5250m"
+        assert specs["coordinator"]["metrics"][1]["pods"]["target"]["averageValue"] == "150000m"
+        return
+    specs = {name: each.spec for name, each in named(documents, "ScaledObject").items()}
+    limits = {name: (spec["minReplicaCount"], spec["maxReplicaCount"]) for name, spec in specs.items()}
+    assert limits == {"target": (14, 28), "draft": (0, 6), "coordinator": (5, 10)}
+    thresholds = {name: [one["metadata"]["threshold"] for one in spec["triggers"]] for name, spec in specs.items()}
+    assert thresholds["target"][0] == "5.250"
+    assert thresholds["draft"][1] == "30.000"
+    assert thresholds["coordinator"][1] == "150.000"

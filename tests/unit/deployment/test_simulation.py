@@ -29,7 +29,7 @@ from k8s.simulation.sizing import SIZED_LOADS, workload_of
 from k8s.simulation.traces import steady, step
 
 BOTH = [*hpa_autoscalers().values(), *keda_autoscalers().values()]
-PAIR = "8B with 1B, 15 ms"
+BATCHED = "70B, 50 ms"
 AT_ONCE = Direction(0.0, (Policy(True, 1000.0, 15.0),))
 
 
@@ -235,11 +235,11 @@ def test_a_replica_serves_only_after_its_weights_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(name for name in SIZED_LOADS if "with" not in name), pytest.param(PAIR, marks=pytest.mark.full)]
+    "name", [pytest.param(name, marks=() if name == BATCHED else pytest.mark.full) for name in SIZED_LOADS]
 )
 def test_a_plan_has_at_most_a_tenth_more_gpus_than_the_smallest_simulated_system_that_holds(name: str) -> None:
-    sized = SIZED_LOADS[name]
-    assert sized.least_gpus() <= sized.plan().num_gpus <= 1.1 * sized.least_gpus()
+    planned, least = SIZED_LOADS[name].plan().num_gpus, SIZED_LOADS[name].least_gpus()
+    assert least <= planned <= 1.1 * least
 
 
 def test_streams_without_a_draft_are_in_every_step() -> None:
