@@ -133,6 +133,8 @@ class System:
         self._emitted = _emitted(workload.alpha, workload.deployment.gamma, self.random)
         self._num_draws = 0
         self._context = workload.load.context_tokens
+        self._prompt_rooms: dict[tuple[int, int], int] = {}
+        """Known results of `_prompt_room` by calls and rows of each."""
 
     # ---- pods ----
 
@@ -205,12 +207,15 @@ class System:
             target.busy_s += step_s
             self._finish_step(target, calls, prompted)
 
+    @property
+    def _num_rows(self) -> int:
+        """Rows of a call."""
+        return self.workload.deployment.gamma + 1 if _serving(self.drafts, self.env.now) else 1
+
     def _step_s(self, num_calls: int, num_prompt_rows: int) -> float:
-        deployment = self.workload.deployment
-        num_rows = deployment.gamma + 1 if _serving(self.drafts, self.env.now) else 1
         sequences = num_calls or 1
-        rows = (num_calls * num_rows + num_prompt_rows) / sequences
-        return deployment.target.step_s(sequences, rows, self._context if num_calls else 0)
+        rows = (num_calls * self._num_rows + num_prompt_rows) / sequences
+        return self.workload.deployment.target.step_s(sequences, rows, self._context if num_calls else 0)
 
     def _take_prompts(self, target: Target, num_calls: int) -> tuple[int, list[Stream]]:
         """Return the number of prompt rows in the next step, and the streams whose prompts end with it."""
@@ -229,12 +234,15 @@ class System:
 
     def _prompt_room(self, num_calls: int) -> int:
         """Return how many prompt rows make a step longer by the budget; a block of them runs in any case."""
-        most_s = self._step_s(num_calls, 0) * bool(num_calls) + self.workload.prefill_budget_s
-        fits, too_many = _PROMPT_BLOCK, _MAX_PROMPT_ROWS
-        while too_many - fits > _PROMPT_BLOCK:
-            middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if self._step_s(num_calls, middle) <= most_s else (fits, middle)
-        return fits
+        key = num_calls, self._num_rows
+        if key not in self._prompt_rooms:
+            most_s = (self._step_s(num_calls, 0) if num_calls else 0.0) + self.workload.prefill_budget_s
+            fits, too_many = _PROMPT_BLOCK, _MAX_PROMPT_ROWS
+            while too_many - fits > _PROMPT_BLOCK:
+                middle = (fits + too_many) // 2
+                fits, too_many = (middle, too_many) if self._step_s(num_calls, middle) <= most_s else (fits, middle)
+            self._prompt_rooms[key] = fits
+        return self._prompt_rooms[key]
 
     def _finish_step(self, target: Target, calls: list[Stream], prompted: list[Stream]) -> None:
         """Emit tokens, and send the streams that go on to their drafts."""
