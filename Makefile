@@ -193,7 +193,7 @@ reference: setup  ## write the pages of docs/reference that are generated from t
 client: setup  ## write the blocking client of specdec/client from the asyncio one
 	$(BIN)/python -m tools.blocking_client
 
-dashboards: setup  ## write the dashboards of monitoring/grafana
+dashboards: setup  ## write the dashboards of monitoring/grafana and the rules as objects of Kubernetes
 	$(BIN)/python -m monitoring
 
 # The documentation is built without specdec itself: the generated pages are committed. Not with --quiet, which makes
