@@ -4,21 +4,21 @@
 #     k8s/acceptance.sh [OVERLAY] > acceptance.txt      # OVERLAY defaults to k8s/overlays/production
 #
 # It prints one page to send back, and ends with status 1 if a step failed. A step that fails does not stop the others.
-# It needs kubectl with the rights of a namespace's admin. It adds the pod `specdec-acceptance` to the namespace
-# `default` and removes it at the end; the deployment stays, with its replicas as before.
+# It needs kubectl with the rights of a namespace's admin, and a system that nobody else uses meanwhile: it counts all
+# bills. It adds the pod `specdec-acceptance` and removes it at the end. The deployment stays, with as many replicas.
 #
 # Environment:
 #     SPECDEC_API_KEY     key of a tenant, if the deployment has keys
 #     SPECDEC_TLS_CA      file of the authority, if the deployment has TLS
 #     SPECDEC_ENDPOINT    default coordinator.specdec.svc:50051
 #     NAMESPACE           of the deployment; default specdec
-#     CLIENT_NAMESPACE    of the client's pod; default `default`
-#     DRAFT, TARGET       deployments to scale and to roll; default draft and target
+#     CLIENT_NAMESPACE    of the client's pod, which network policies must let in; default gateways
+#     DRAFT, TARGET       deployments to scale, to roll and to kill; default draft and target
 set -uo pipefail
 
 overlay=${1:-k8s/overlays/production}
 namespace=${NAMESPACE:-specdec}
-client_namespace=${CLIENT_NAMESPACE:-default}
+client_namespace=${CLIENT_NAMESPACE:-gateways}
 endpoint=${SPECDEC_ENDPOINT:-coordinator.$namespace.svc:50051}
 draft=${DRAFT:-draft} target=${TARGET:-target}
 readonly NUM_STREAMS=4 TIMEOUT=900s SEED=7 NUM_TOKENS=64
@@ -28,6 +28,7 @@ work=$(mktemp -d)
 page=$work/page
 num_failed=0
 of() { kubectl --namespace "$namespace" "$@"; }
+of_client() { kubectl --namespace "$client_namespace" "$@"; }
 say() { echo "$*" >&2; }
 
 # Runs a step and adds its line to the page: the result, the seconds and what the step said last.
@@ -36,14 +37,15 @@ step() {
     shift
     say "$title ..."
     "$@" >"$work/step" 2>&1 || { result=FAILED num_failed=$((num_failed + 1)); }
-    printf '%-7s %5d s  %-44s %s\n' "$result" $((SECONDS - begun)) "$title" "$(tail -n 1 "$work/step" | cut -c 1-160)" >>"$page"
+    printf '%-7s %5d s  %-44s %s\n' "$result" $((SECONDS - begun)) "$title" \
+        "$(tail -n 1 "$work/step" | cut -c 1-160)" >>"$page"
 }
 
 # Runs a command of specdec in the client's pod.
 client() {
-    kubectl --namespace "$client_namespace" exec -i specdec-acceptance -- env \
-        SPECDEC_ENDPOINT="$endpoint" SPECDEC_API_KEY="${SPECDEC_API_KEY:-}" ${SPECDEC_TLS_CA:+SPECDEC_TLS_CA=/tmp/ca.pem} \
-        specdec "$@" </dev/null
+    local variables=(SPECDEC_ENDPOINT="$endpoint" SPECDEC_API_KEY="${SPECDEC_API_KEY:-}")
+    [ -z "${SPECDEC_TLS_CA:-}" ] || variables+=(SPECDEC_TLS_CA=/tmp/ca.pem)
+    of_client exec -i specdec-acceptance -- env "${variables[@]}" specdec "$@" </dev/null
 }
 
 # Prints the text of a request, which counts among those that are billed if it ends well.
@@ -71,13 +73,10 @@ wait_for_rollouts() {
 
 start_client() {
     local image
-    image=$(of get deployment coordinator --output 'jsonpath={.spec.template.spec.containers[0].image}')
-    kubectl --namespace "$client_namespace" run specdec-acceptance --image "$image" --restart Never --command -- sleep 3600 \
-        && kubectl --namespace "$client_namespace" wait --for condition=Ready pod/specdec-acceptance --timeout "$TIMEOUT" \
-        || return 1
-    if [ -n "${SPECDEC_TLS_CA:-}" ]; then
-        kubectl --namespace "$client_namespace" exec -i specdec-acceptance -- sh -c 'cat > /tmp/ca.pem' <"$SPECDEC_TLS_CA"
-    fi
+    image=$(of get deployment coordinator --output 'jsonpath={.spec.template.spec.containers[0].image}') || return 1
+    of_client run specdec-acceptance --image "$image" --restart Never --command -- sleep 3600 || return 1
+    of_client wait --for condition=Ready pod/specdec-acceptance --timeout "$TIMEOUT" || return 1
+    [ -z "${SPECDEC_TLS_CA:-}" ] || of_client exec -i specdec-acceptance -- sh -c 'cat > /tmp/ca.pem' <"$SPECDEC_TLS_CA"
 }
 
 serve() {
@@ -92,13 +91,15 @@ refuse_a_wrong_key() {
 }
 
 scale_drafts_to_zero_and_back() {
-    local before
+    local before result=0
     before=$(of get deployment "$draft" --output 'jsonpath={.spec.replicas}')
-    of scale "deployment/$draft" --replicas 0 && of wait --for delete pod --selector "app.kubernetes.io/name=$draft" \
-        --timeout "$TIMEOUT" && gives_the_same_text
-    local result=$?
-    of scale "deployment/$draft" --replicas "${before:-1}" && of rollout status "deployment/$draft" --timeout "$TIMEOUT" \
-        && return "$result"
+    of scale "deployment/$draft" --replicas 0 || return 1
+    of wait --for delete pod --selector "app.kubernetes.io/name=$draft" --timeout "$TIMEOUT" || result=1
+    gives_the_same_text >"$work/without" || result=1
+    of scale "deployment/$draft" --replicas "${before:-1}" || result=1
+    of rollout status "deployment/$draft" --timeout "$TIMEOUT" || result=1
+    cat "$work/without"
+    return "$result"
 }
 
 # Sends requests without a pause while a command runs, and fails if one of them fails or gives another text.
@@ -121,31 +122,36 @@ roll() { of rollout restart "deployment/$1" && of rollout status "deployment/$1"
 
 kill_a_pod_of() {
     local pod
-    pod=$(of get pods --selector "app.kubernetes.io/name=$1" --output 'jsonpath={.items[0].metadata.name}') && [ -n "$pod" ] \
-        && of delete pod "$pod" --grace-period 0 --force && of rollout status "deployment/$1" --timeout "$TIMEOUT"
+    pod=$(of get pods --selector "app.kubernetes.io/name=$1" --output 'jsonpath={.items[0].metadata.name}')
+    [ -n "$pod" ] || { echo "there is no pod of $1"; return 1; }
+    of delete pod "$pod" --grace-period 0 --force || return 1
+    of rollout status "deployment/$1" --timeout "$TIMEOUT"
 }
 
 # Every request of this run has been billed once.
 check_bills() {
     local records num_records num_requests
-    records=$(of exec deployment/coordinator -- specdec usage --since "$((SECONDS + 60))s" --format jsonl) \
-        || { echo "$records"; return 1; }
-    num_records=$(grep -c "\"output_tokens\": $NUM_TOKENS" <<<"$records")
+    records=$(of exec deployment/coordinator -- specdec usage --since "$((SECONDS + 60))s" --format jsonl)
+    num_records=$(grep -c '"outcome"' <<<"$records")
     num_requests=$(wc -l <"$work/requests")
     echo "$num_records records of $num_requests requests"
     [ "$num_records" -eq "$num_requests" ]
 }
 
 describe() {
+    local of=.status.nodeInfo
+    local node="{$of.kubeletVersion}, {$of.osImage}, {$of.containerRuntimeVersion}"
     echo "specdec acceptance, $(date -u +%Y-%m-%dT%H:%MZ), overlay $overlay"
-    echo "kubernetes: $(kubectl version --output yaml 2>/dev/null | awk '/serverVersion/ {at = 1} at && /gitVersion/ {print $2; exit}')"
-    echo "nodes: $(kubectl get nodes --output 'jsonpath={range .items[*]}{.status.nodeInfo.osImage}, {.status.nodeInfo.containerRuntimeVersion}{"\n"}{end}' | sort | uniq -c | paste -sd ';')"
-    of get pods --output 'jsonpath={range .items[*]}{range .spec.containers[*]}{.image}{"\n"}{end}{end}' | sort | uniq -c | sed 's/^/image: /'
-    echo
+    kubectl get nodes --output "jsonpath={range .items[*]}$node{'\n'}{end}" | sort | uniq -c | sed 's/^ */nodes: /'
+}
+
+images() {
+    of get pods --output "jsonpath={range .items[*]}{range .spec.containers[*]}{.image}{'\n'}{end}{end}" \
+        | sort | uniq -c | sed 's/^ */images: /'
 }
 
 clean_up() {
-    kubectl --namespace "$client_namespace" delete pod specdec-acceptance --ignore-not-found --wait=false >&2
+    of_client delete pod specdec-acceptance --ignore-not-found --wait=false >&2
     rm -rf "$work"
 }
 trap clean_up EXIT
@@ -163,6 +169,7 @@ for name in "$draft" "$target" coordinator; do
     step "kill a pod of $name under $NUM_STREAMS streams" under_streams kill_a_pod_of "$name"
 done
 step "bills" check_bills
+images >>"$page"
 printf '\n%d steps failed\n' "$num_failed" >>"$page"
 cat "$page"
 [ "$num_failed" -eq 0 ]
