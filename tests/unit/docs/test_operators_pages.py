@@ -41,6 +41,7 @@ PAGES = [
 ELSEWHERE = {
     r"specdec (?!plan)": "test_documented_code parses or runs it",
     r"SPECDEC_API_KEY=\S+ specdec ": "test_documented_code parses it",
+    r"export SPECDEC_": "the commands after it read the variable",
     r"make (images|up|down)$": "test_pods builds the images; test_deployment_files compares the compose file",
     r"docker compose ": "needs Docker; the validator reads the compose file",
     r"curl ": "test_production of tests/pods sends such a request; test_documented_code sends the one without a key",
@@ -118,7 +119,8 @@ def test_the_tutorial_makes_every_object_that_production_refers_to(secrets: Path
     bodies = [made(one.words[4:], secrets) for one in commands_of(TUTORIAL) if " create " in one.text]
     given = {(body["kind"], body["metadata"]["name"]): sorted(body["data"]) for body in bodies}
     assert given == {key: sorted(outside[key]["keys"]) for key in given}
-    assert outside.keys() - given.keys() == {("Secret", "hugging-face"), ("Gateway", "public")}
+    of_cluster = {("Gateway", "public"), ("Namespace", "gateways"), ("Namespace", "monitoring")}
+    assert outside.keys() - given.keys() == {("Secret", "hugging-face"), *of_cluster}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -201,7 +203,8 @@ def test_a_plan_is_calculated(command: Command, monkeypatch: pytest.MonkeyPatch)
 
 @needs_kubectl
 def test_the_tutorial_puts_the_images_that_were_pushed_into_every_pod(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "k8s", tmp_path / "k8s", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("k8s", "monitoring"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for command in commands_of(TUTORIAL):
         if command.text.startswith("sed "):
             run(command, tmp_path)
