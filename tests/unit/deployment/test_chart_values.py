@@ -1,4 +1,4 @@
-"""What values of the Helm chart change, and which are refused in which words."""
+"""Values of the Helm chart change what they name, or are refused in one line."""
 
 from __future__ import annotations
 

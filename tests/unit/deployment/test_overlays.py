@@ -1,4 +1,4 @@
-"""What the overlays give, as kubectl renders them: pools are apart, and each has one autoscaler at most."""
+"""Overlays as kubectl renders them: pools are apart, and each has one autoscaler at most."""
 
 from __future__ import annotations
 
