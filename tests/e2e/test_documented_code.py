@@ -51,10 +51,7 @@ EXCUSES = {
         "needs files and machines of the reader's own; test_access has such services"
     ),
     r"specdec up .*--jwt-jwks https://": "needs an identity provider; test_access has one",
-    r"(export SPECDEC_(ENDPOINT|COORDINATOR__REDIS_URL)|SPECDEC_API_KEY=key-of-an-operator)": (
-        "names a system of the reader's own"
-    ),
-    r"specdec usage ": "needs the Redis of that system; tests of the command have one",
+    r"(export SPECDEC_ENDPOINT|SPECDEC_API_KEY=key-of-an-operator)": "names a system of the reader's own",
     r"(chmod 600 |python3 -c \"import secrets|openssl |sed -i |printf '(%s acme|rediss|subjectAlt))": (
         "makes or changes a file of the reader's own; test_operators_pages runs it"
     ),
