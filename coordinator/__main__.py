@@ -220,6 +220,7 @@ async def _serve(settings: CoordinatorSettings) -> None:
             watch_loop_lag(metrics.observe_loop_lag),
             health.watch_loop(),
         )
+        servicer.drains.end()  # so that no call registers this coordinator again
         _log.info("draining", extra={"grace_s": settings.drain_grace_s, "num_running": generations.num_running})
         await server.set_not_serving()
         if registration is not None:

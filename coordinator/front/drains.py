@@ -15,7 +15,7 @@ from typing import Any
 from coordinator.generation.generation_service import GenerationService
 from coordinator.replicas.pool import ReplicaPools
 from coordinator.replicas.replica import DRAFT, Replica
-from specdec.contract.errors import NotFound, SpecdecError
+from specdec.contract.errors import NotFound, SpecdecError, Unavailable
 from specdec.state.live_coordinators import COORDINATOR
 from specdec.state.store import ReplicaRegistry
 
@@ -55,6 +55,12 @@ class Drains:
         """HOST:PORT under which clients call this coordinator."""
         self.on_leaving: Callable[[bool], Awaitable[None]] | None = None
         """Awaited with whether this coordinator takes no new requests from now on."""
+        self._is_ending = False
+
+    def end(self) -> None:
+        """Note that the process shuts down: this coordinator takes requests never again."""
+        self._is_ending = True
+        self.on_leaving = None
 
     async def drain(self, name: str, *, undo: bool) -> Drained:
         """Drain a replica or this coordinator, or undo that, and return what is left there.
@@ -62,7 +68,7 @@ class Drains:
         Raises:
             NotFound: this coordinator knows no replica of that id or address.
             Unsupported: the replica is of a version that cannot be drained by a call.
-            Unavailable: the replica does not answer.
+            Unavailable: the replica does not answer, or the drain of a coordinator that shuts down is to be undone.
         """
         if name in (self._generations.coordinator_id, self.address):
             return await self._drain_itself(undo=undo)
@@ -85,6 +91,8 @@ class Drains:
         )
 
     async def _drain_itself(self, *, undo: bool) -> Drained:
+        if undo and self._is_ending:
+            raise Unavailable("this coordinator is shutting down", reason="DRAINING")
         if self._generations.is_leaving == undo:
             self._generations.is_leaving = not undo
             if self.on_leaving is not None:

@@ -78,6 +78,8 @@ class _Use:
     num_returned: int = 0
     num_tokens: int = 0
     """Tokens since the last report."""
+    unanswered: Any = None
+    """A call without an answer, which may have been counted: it is sent again before the next one."""
     num_held: int = 0
     """Tokens that count as used before they are reported."""
     num_others: int = 0
@@ -90,7 +92,7 @@ class _Use:
     def is_due(self, now_s: float, lease_s: float) -> bool:
         """Return whether Redis is to be told of the use."""
         streams = self.num_streams() + self.num_entering
-        if streams < self.reported_streams or self.num_returned:
+        if streams < self.reported_streams or self.num_returned or self.unanswered:
             return True
         age_s = now_s - self.reported_s
         if self.num_tokens > self.num_held and age_s >= _REPORT_PAUSE_S:
@@ -99,7 +101,9 @@ class _Use:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing is left to report."""
+        """True if nothing is left to report, and no report is under way."""
+        if self.unanswered or (self.telling is not None and not self.telling.done()):
+            return False
         is_idle = not (self.num_streams() or self.num_entering or self.num_asking or self.reported_streams)
         return is_idle and not (self.num_tokens or self.num_returned)
 
@@ -189,6 +193,8 @@ class SharedQuotas:
             await asyncio.wait([self._reporting])
         for use in uses:
             use.num_streams = lambda: 0
+            if use.telling is not None:
+                await asyncio.wait([use.telling])  # it may have told of the streams before
             if not self._has_failed:
                 await self._tell(use)
 
@@ -220,12 +226,26 @@ class SharedQuotas:
         self._report_on()
 
     async def _call(self, use: _Use) -> None:
+        if use.unanswered and not await self._repeat(use):
+            return
         call, waiters = self._begin(use)
         (answer,) = await self._connection.run_scripts("use_quota", [call])
         if isinstance(answer, SpecdecError):
-            self._fail(use, call[1], waiters, answer)
+            use.unanswered = call
+            self._fail(waiters, answer)
         else:
             self._settle(use, waiters, answer)
+
+    async def _repeat(self, use: _Use) -> bool:
+        """Send a call again that has no answer yet: the script counts one number once. Return whether it has now."""
+        (answer,) = await self._connection.run_scripts("use_quota", [use.unanswered])
+        if isinstance(answer, SpecdecError):
+            waiters, use.waiting = use.waiting, []
+            self._fail(waiters, answer)
+            return False
+        use.unanswered = None
+        use.num_returned += answer[0]  # their callers have been told that they failed
+        return True
 
     def _begin(self, use: _Use) -> tuple[Any, list[tuple[bool, asyncio.Future[Refusal | None]]]]:
         waiters = [each for each in use.waiting if not each[1].done()]
@@ -264,11 +284,7 @@ class SharedQuotas:
                 waiter.set_result(None)
         self._has_failed = False
 
-    def _fail(
-        self, use: _Use, args: Any, waiters: list[tuple[bool, asyncio.Future[Refusal | None]]], error: SpecdecError
-    ) -> None:
-        use.num_returned += args[6]
-        use.num_tokens += args[7]
+    def _fail(self, waiters: list[tuple[bool, asyncio.Future[Refusal | None]]], error: SpecdecError) -> None:
         for _, waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(Unavailable(error.message, reason=error.reason))
@@ -285,9 +301,9 @@ class SharedQuotas:
         while self._uses:
             self._wake.clear()
             now_s = time.monotonic()
-            due = [use for use in self._uses.values() if use.is_due(now_s, self._lease_ttl_s)]
-            if due:
-                await asyncio.wait([self._tell(use) for use in due])
+            for use in self._uses.values():  # without waiting: one that is flooded goes on telling
+                if use.is_due(now_s, self._lease_ttl_s):
+                    self._tell(use)
             for owner in [owner for owner, use in self._uses.items() if use.is_over]:
                 del self._uses[owner]
             if self._has_failed:

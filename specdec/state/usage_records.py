@@ -12,6 +12,7 @@ reads the records.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -86,13 +87,14 @@ class UsageRecords:
         probe = f"{key_prefix(self._cluster)}usage:probe"
         try:
             await self._connection.run_command("XADD", probe, "*", "probe", "")
+            await self._connection.run_command("XTRIM", probe, "MINID", "~", "0")
             await self._connection.run_command("EXISTS", probe)
             await self._connection.run_command("DEL", probe)
         except Unavailable as error:
             if isinstance(error.__cause__, NoPermissionError):
                 raise InvalidSetting(
-                    "redis_url: the user of Redis may not write usage records (XADD, EXISTS): give it the commands of "
-                    "docs/how-to/run-redis.md, or set --usage-days 0",
+                    "redis_url: the user of Redis may not write usage records (XADD, XTRIM, EXISTS): give it the "
+                    "commands of docs/how-to/run-redis.md, or set --usage-days 0",
                     field="redis_url",
                 ) from error
 
@@ -101,8 +103,22 @@ class UsageRecords:
         was shorter do not come back."""
         kept_ms = round(kept_s * 1000)
         _, begin_ms = _read_kept(await self._connection.run_command("GET", self._kept_key))
-        begin_ms = max(begin_ms, await self.server_ms() - kept_ms)
+        now_ms = await self.server_ms()
+        if begin_ms > now_ms:  # the store's clock was set back
+            begin_ms = 0
+        # A step forward of one clock alone, the store's or this process's, makes no record old.
+        begin_ms = max(begin_ms, min(now_ms, round(time.time() * 1000)) - kept_ms)
         await self._connection.run_command("SET", self._kept_key, f"{kept_ms} {begin_ms}")
+
+    async def trim(self) -> None:
+        """Remove the records from before the time that `note_kept` has stored, by whole nodes of the streams. A system
+        that keeps none any more leaves them to expire."""
+        kept_ms, begin_ms = await self.kept()
+        if kept_ms:
+            async for shard, num_removed in self._ask_shards("trim_usage", _records_key, [begin_ms]):
+                while num_removed:
+                    records = [_records_key(self._cluster, shard)]
+                    num_removed = await self._connection.run_script("trim_usage", records, [begin_ms])
 
     async def record_expired(self) -> int:
         """Write the records of turns that were not resumed before their sessions expired; return their number."""
@@ -159,25 +175,25 @@ class UsageRecords:
         first_ms = 0
         async for _, entries in self._ask_shards("read_usage", _records_key, ["-", "+", 1]):
             if entries:
-                time_ms = _time_ms(entries[0][0])
+                time_ms = _time_ms(entries[0][0], _fields_of(entries[0][1]))
                 first_ms = min(first_ms or time_ms, time_ms)
         return first_ms
 
     async def read(self, since_ms: int, until_ms: int) -> AsyncIterator[UsageRecord]:
         """Yield the records of since_ms <= time < until_ms, those of one shard in their order, each turn once."""
+        # An id is the time of its record or later: after the store's clock was set back, ids go on from the latest one.
+        # So what was written in the period may stand anywhere behind its begin.
         for shard in self._shards:
             seen: set[int] = set()
-            key, start, end = _records_key(self._cluster, shard), str(since_ms), str(until_ms - 1)
-            while entries := await self._connection.run_script("read_usage", [key], [start, end, _PAGE]):
+            key, start = _records_key(self._cluster, shard), str(since_ms)
+            while entries := await self._connection.run_script("read_usage", [key], [start, "+", _PAGE]):
                 for entry_id, flat in entries:
-                    fields = {
-                        name: value.decode("utf-8", "replace")
-                        for name, value in zip(flat[::2], flat[1::2], strict=True)
-                    }
+                    fields = _fields_of(flat)
+                    time_ms = _time_ms(entry_id, fields)
                     turn = hash(tuple(fields[name] for name in (b"tenant", b"session", b"request", b"id")))
-                    if turn not in seen:
+                    if since_ms <= time_ms < until_ms and turn not in seen:
                         seen.add(turn)
-                        yield _record_of(_time_ms(entry_id), fields)
+                        yield _record_of(time_ms, fields)
                 start = f"({entries[-1][0].decode()}"
 
     async def close(self) -> None:
@@ -220,8 +236,12 @@ def _read_kept(value: bytes | None) -> tuple[int, int]:
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(part.isdigit() for part in parts) else (0, 0)
 
 
-def _time_ms(entry_id: bytes) -> int:
-    return int(entry_id.partition(b"-")[0])
+def _fields_of(flat: Sequence[bytes]) -> dict[bytes, str]:
+    return {name: value.decode("utf-8", "replace") for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _time_ms(entry_id: bytes, fields: dict[bytes, str]) -> int:
+    return int(fields.get(b"time") or entry_id.partition(b"-")[0])
 
 
 def _record_of(time_ms: int, fields: dict[bytes, str]) -> UsageRecord:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,16 @@ class Process:
     def end(self) -> None:
         self.streams.pop()
         self.quotas.note_end(OWNER)
+
+
+class LosesAnswers(RedisConnection):
+    """A connection that breaks after the store has run what it was sent, while `loses` is set."""
+
+    loses = False
+
+    async def run_scripts(self, name: str, calls: Any) -> list[Any]:
+        answers = await super().run_scripts(name, calls)
+        return [Unavailable("the connection broke")] * len(answers) if self.loses else answers
 
 
 class Processes:
@@ -204,6 +215,55 @@ async def test_an_answer_that_was_lost_is_given_again(processes: Processes, stor
     assert first[:2] == [1, 1]
     assert float(await raw.run_command("HGET", processes.key, "tokens")) == 50
     await raw.close()
+
+
+async def test_a_call_whose_answer_was_lost_is_counted_once(processes: Processes, store_url: str) -> None:
+    connection = LosesAnswers(store_url)
+    quotas = SharedQuotas(connection, "p", lease_ttl_s=LEASE_TTL_S, cluster=processes.cluster)
+    one, other = Process(quotas, QuotaLimits(None, 2, 600_000)), processes.add(requests=2, tokens=600_000)
+    assert await one.take() is None
+    quotas.count_tokens(OWNER, 100_000)
+    connection.loses = True
+    with pytest.raises(Unavailable):
+        await one.take()
+    connection.loses = False
+    assert await one.take() is None  # the lost request was given back
+    assert await other.take() is not None
+    assert 99_000 < float(await connection.run_command("HGET", processes.key, "tokens")) <= 100_000
+    await quotas.close()
+    await connection.close()
+
+
+async def test_a_tenant_that_floods_does_not_delay_the_reports_of_others(processes: Processes) -> None:
+    one, other = processes.add(requests=1, lease_ttl_s=0.6), processes.add(tokens=600, lease_ttl_s=0.6)
+    assert await one.take() is None
+
+    async def flood() -> None:
+        while True:
+            await one.take()
+
+    floods = []
+    for _ in range(3):  # some of them wait at any time
+        floods.append(asyncio.create_task(flood()))
+        await asyncio.sleep(0.0005)
+    await asyncio.sleep(0.5)
+    beta, limits = QuotaOwner("beta"), QuotaLimits(None, None, 600)
+    assert await one.quotas.take(beta, limits, lambda: 0) is None
+    one.quotas.entered(beta)
+    one.quotas.count_tokens(beta, 1200)
+    async with asyncio.timeout(20):
+        while await other.quotas.take(beta, limits, lambda: 0) is None:
+            other.quotas.entered(beta)
+            await asyncio.sleep(0.05)
+    for task in floods:
+        task.cancel()
+    await asyncio.wait(floods)
+
+
+async def test_a_short_lease_does_not_end_a_longer_one(processes: Processes) -> None:
+    long, short = processes.add(streams=2, lease_ttl_s=30.0), processes.add(streams=2, lease_ttl_s=3.0)
+    assert await long.take_many(2) == 2
+    assert await short.take() == Refusal("streams", 1.0)
 
 
 async def test_without_the_store_a_request_is_refused_as_unavailable() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from specdec.state.usage_records import UsageRecord
 from tests.support.store_sessions import LONG_TTL_S, tokens
 
 KEPT_S = 100.0
+DAY_S = 86_400.0
 SESSION_TTL_S = 0.3
 ALWAYS_MS = 1 << 45
 
@@ -49,6 +51,10 @@ async def begin(
     new = range(request.output_start - held)
     await store.begin_request(lease, request, keep=held, token_ids=tokens(*new))
     return lease
+
+
+def records_key(store: RedisSessionStore) -> str:
+    return f"specdec@{store._cluster}:usage:{{0}}:records"
 
 
 async def usage_of(store: RedisSessionStore) -> list[UsageRecord]:
@@ -195,7 +201,7 @@ async def test_a_second_record_of_the_same_turn_is_not_read(store: RedisSessionS
     lease = await begin(store)
     await store.commit(lease, a_round(0, 3, 4, reason=FinishReason.STOP))
     raw = RedisConnection(store_url)
-    key = f"specdec@{store._cluster}:usage:{{0}}:records"
+    key = records_key(store)
     ((_, fields),) = await raw.run_command("XRANGE", key, "-", "+")
     flat = [part for pair in fields.items() for part in pair] if isinstance(fields, dict) else fields
     await raw.run_command("XADD", key, "*", *flat)
@@ -203,19 +209,87 @@ async def test_a_second_record_of_the_same_turn_is_not_read(store: RedisSessionS
     assert len(await usage_of(store)) == 1
 
 
-async def test_records_older_than_they_are_kept_are_removed_by_the_next_ones(store_url: str) -> None:
-    store = RedisSessionStore(store_url, cluster=f"c{uuid.uuid4().hex[:20]}", usage_kept_s=0.2)
+async def test_old_records_are_removed_once_the_clocks_of_store_and_coordinator_agree(
+    store: RedisSessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = store.usage()
-    await usage.note_kept(0.2)
     assert await usage.first_ms() == 0
     for index in range(3):
-        await finish(store, f"old-{index}")
+        await finish(store, f"s{index}")
     assert await usage.first_ms() > 0
-    await asyncio.sleep(0.3)
-    for index in range(250):  # Redis removes whole nodes of a stream, of 100 records each
-        await finish(store, f"new-{index}")
-    assert not any(record.session.startswith("old") for record in await usage_of(store))
+    await asyncio.sleep(0.01)
+    now_s = time.time()
+    with monkeypatch.context() as behind:  # the store's clock is a month ahead of this process's
+        behind.setattr(time, "time", lambda: now_s - 30 * DAY_S)
+        await usage.note_kept(0.001)
+        await usage.trim()
+    assert len(await usage_of(store)) == 3
+    await usage.note_kept(0.001)
+    await usage.trim()
+    assert await usage.first_ms() == 0
+
+
+async def test_after_the_clock_was_set_back_records_have_the_right_time(
+    store: RedisSessionStore, store_url: str
+) -> None:
+    usage = store.usage()
+    ahead_ms = await usage.server_ms() + round(30 * DAY_S * 1000)
+    await finish(store, "before")
+    raw = RedisConnection(store_url)
+    ((_, flat),) = await raw.run_command("XRANGE", records_key(store), "-", "+")
+    fields = dict(zip(flat[::2], flat[1::2], strict=True)) if isinstance(flat, list) else flat
+    during = {**fields, b"session": b"during", b"time": str(ahead_ms).encode()}
+    await raw.run_command("XADD", records_key(store), ahead_ms, *(part for pair in during.items() for part in pair))
+    await raw.run_command("SET", f"specdec@{store._cluster}:usage:kept", f"100000 {ahead_ms - 100_000}")
+    await raw.close()
+    await usage.note_kept(KEPT_S)
+    await finish(store, "after")
+    now_ms = await usage.server_ms()
+    read = [record.session async for record in usage.read(now_ms - 60_000, now_ms + 1)]
+    assert read == ["before", "after"]
+    _, begin_ms = await usage.kept()
+    assert abs(now_ms - KEPT_S * 1000 - begin_ms) < 60_000
+
+
+async def test_a_turn_of_before_the_time_was_raised_shortens_nothing(store: RedisSessionStore, store_url: str) -> None:
+    short = RedisSessionStore(store_url, cluster=store._cluster, usage_kept_s=0.001)
+    lease = await begin(short, "open")
+    await finish(store, "s")
+    await asyncio.sleep(0.01)
+    await short.commit(lease, a_round(0, 3, 4, reason=FinishReason.STOP))
+    raw = RedisConnection(store_url)
+    assert await raw.run_command("PTTL", records_key(store)) > 90 * DAY_S * 1000
+    assert len(await usage_of(store)) == 2
+    await raw.close()
+    await short.close()
+
+
+async def test_a_store_without_memory_deletes_a_session_with_an_open_turn(redis_url: str) -> None:
+    store = RedisSessionStore(redis_url, usage_kept_s=KEPT_S)
+    await begin(store)
+    raw = RedisConnection(redis_url)
+    try:
+        await raw.run_command("CONFIG", "SET", "maxmemory", 1)
+        await store.delete("s")
+    finally:
+        await raw.run_command("CONFIG", "SET", "maxmemory", 0)
+        await raw.close()
+    assert [record.outcome for record in await usage_of(store)] == ["broken"]
     await store.close()
+
+
+async def test_a_turn_that_an_older_coordinator_began_is_not_recorded_for_the_key_before(
+    store: RedisSessionStore, store_url: str
+) -> None:
+    lease = await begin(store)
+    raw = RedisConnection(store_url)
+    meta = f"specdec@{store._cluster}:default:{{s}}:meta"
+    await raw.run_command("HSET", meta, "request_id", "r-2", "turn", 1)  # it knows no other field of a record
+    await raw.close()
+    third = replace(REQUEST, request_id="r-3", turn=2)
+    await store.begin_request(lease, third, keep=3, token_ids=tokens())
+    await store.commit(lease, a_round(0, 3, 4, reason=FinishReason.STOP))
+    assert [record.request for record in await usage_of(store)] == ["r-3"]
 
 
 async def test_without_a_time_to_keep_them_no_records_are_written(store_url: str) -> None:

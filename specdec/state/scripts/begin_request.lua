@@ -49,7 +49,8 @@ if before[1] ~= request.turn or before[2] ~= request.request_id then
   before[3] = false
 end
 if not before[3] then
-  for _, value in ipairs({ 'usage_ms', ARGV[6], 'usage_id', ARGV[2] }) do
+  local opened = request_name(request.turn, request.request_id)
+  for _, value in ipairs({ 'usage_ms', ARGV[6], 'usage_id', ARGV[2], 'usage_request', opened }) do
     fields[#fields + 1] = value
   end
   if ARGV[6] ~= '0' then

@@ -3,7 +3,8 @@
 -- Allowances of a minute refill evenly, and may be overdrawn by streams that go on. Each process holds a lease: its
 -- number of streams, and tokens that count as used before it reports them. The lease of a process that died expires.
 --
--- KEYS[1] use (hash: `requests` and `tokens` used at `counted_ms`, and a lease for each process)
+-- KEYS[1] use (hash: `requests` and `tokens` used at `counted_ms`, and a lease for each process: when it expires,
+--   its ttl, streams, tokens held in advance, number of its last call, and the answer)
 -- ARGV[1] process
 -- ARGV[2] number of the call: a call that is sent again has the same one
 -- ARGV[3] ttl of the lease, ms
@@ -26,7 +27,7 @@ local stored = redis.call('HGETALL', KEYS[1])
 local use, others, held_by_others = {}, 0, 0
 for i = 1, #stored, 2 do
   local field, value = stored[i], stored[i + 1]
-  local expires, streams, held, number, answer = string.match(value, '^(%d+) (%d+) (%d+) (%d+) (.*)$')
+  local expires, ttl, streams, held, number, answer = string.match(value, '^(%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
   if not expires then
     use[field] = tonumber(value)
   elseif field == mine then
@@ -34,7 +35,7 @@ for i = 1, #stored, 2 do
       local granted, resumed, kept, streams_of_others, limit, wait = string.match(answer, '^(%d+) (%d+) (%d+) (%d+) (%a*) (%d+)$')
       return { tonumber(granted), tonumber(resumed), tonumber(kept), tonumber(streams_of_others), limit, tonumber(wait) }
     end
-  elseif tonumber(expires) <= now_ms or tonumber(expires) > now_ms + 2 * ttl_ms then -- or the clock was set back
+  elseif tonumber(expires) <= now_ms or tonumber(expires) > now_ms + 2 * tonumber(ttl) then -- or the clock was set back
     redis.call('HDEL', KEYS[1], field)
   else
     others = others + tonumber(streams)
@@ -87,7 +88,7 @@ redis.call('HSET', KEYS[1],
   'requests', string.format('%.3f', requests + granted),
   'tokens', string.format('%.3f', tokens),
   'counted_ms', string.format('%.0f', now_ms),
-  mine, string.format('%.0f %.0f %.0f %s %s', now_ms + ttl_ms, streams, held, ARGV[2], answer))
+  mine, string.format('%.0f %.0f %.0f %.0f %s %s', now_ms + ttl_ms, ttl_ms, streams, held, ARGV[2], answer))
 local debt_ms = max_tokens and tokens * 60000 / max_tokens or 0
 redis.call('PEXPIRE', KEYS[1], string.format('%.0f', 60000 + ttl_ms + debt_ms))
 return { granted, resumed, held, others, limit, wait_ms }
