@@ -136,6 +136,19 @@ async def test_a_drained_coordinator_refuses_new_requests_and_ends_those_that_ru
         assert output.token_ids == expected(rig)
 
 
+async def test_the_drain_of_a_coordinator_that_shuts_down_is_not_undone(capsys: pytest.CaptureFixture[str]) -> None:
+    async with Rig() as rig:
+        coordinator = await rig.coordinator()
+        own_id = coordinator.generations.coordinator_id
+        assert (await specdec(capsys, coordinator, own_id))[0] == 0
+        assert coordinator.servicer is not None
+        coordinator.servicer.drains.end()
+        code, _, words = await specdec(capsys, coordinator, own_id, "--undo")
+        assert code == 1
+        assert "is shutting down" in words
+        assert coordinator.generations.is_leaving
+
+
 async def test_an_unknown_name_is_refused_with_the_names_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     async with Rig() as rig:
         coordinator = await rig.coordinator()
