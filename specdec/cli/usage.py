@@ -27,6 +27,9 @@ _CLUSTER_VARIABLE = "SPECDEC_COORDINATOR__CLUSTER"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 
+#: Age from which sums no longer change: clocks of a store's nodes and of a new primary differ by less.
+_SETTLING_S = 60
+
 _COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens", "draft_tokens", "accepted_tokens")
 
 
@@ -58,7 +61,10 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
         help="begin: an age such as 90s, 30m, 1h or 7d, or a time such as 2026-11-01 or 2026-11-01T06:00:00Z, in UTC "
         "unless it names a zone; default: 24h",
     )  # fmt: skip
-    parser.add_argument("--until", default="0s", metavar="TIME", help="end, not included, like --since; default: now")
+    parser.add_argument(
+        "--until", default="0s", metavar="TIME",
+        help=f"end, not included, like --since; a bill's is at least {_SETTLING_S} s ago; default: now",
+    )  # fmt: skip
     parser.add_argument(
         "--by", choices=("tenant", "key", "model"), help="sums for each tenant, API key or model; default: each turn"
     )
@@ -126,6 +132,11 @@ async def _print(args: argparse.Namespace, since: _TimeFlag, until: _TimeFlag) -
         if args.by is None:
             await _print_turns(records, args.format)
         else:
+            if until_ms > now_ms - _SETTLING_S * 1000:
+                print(
+                    f"note: these sums may still change; for a bill give --until {_SETTLING_S}s or an earlier time",
+                    file=sys.stderr,
+                )
             sums = await _sums(records, args.by)
             rows = [{args.by: name, **asdict(sums[name])} for name in sorted(sums)]
             _write(rows, [args.by, *_Sum.__dataclass_fields__], args.format)

@@ -66,8 +66,8 @@ class Identity:
     def for_key(self, key_id: str) -> Self:
         """Return a client whose calls name the id of the API key that they are made for, as usage records show it.
 
-        The coordinator believes callers that may name tenants, and takes a caller's own key for any other. The returned
-        client needs no closing: it ends with this one.
+        The coordinator believes callers that may name tenants, and anyone if it has no keys. For any other caller it
+        takes the own key. The returned client needs no closing: it ends with this one.
 
         Raises:
             InvalidRequest: the id is not 16 hexadecimal digits.

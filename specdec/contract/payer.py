@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from specdec.contract.errors import InvalidRequest
 
-#: gRPC metadata key with which a caller that names the tenant of a call names the id of the API key too.
+#: gRPC metadata key that names the id of the API key a call is made for. It is believed of callers that may name
+#: tenants, and of anyone on a coordinator without keys.
 KEY_ID_KEY = "specdec-key-id"
 
 #: Number of hexadecimal digits of a key's SHA-256 that make its id: enough to find its line in a key file.

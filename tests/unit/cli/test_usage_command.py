@@ -49,13 +49,17 @@ async def recorded(arguments: list[str]) -> list[str]:
 
 def test_sums_are_printed_by_tenant_and_by_key(recorded: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*recorded, "--since", "1h", "--by", "tenant"], {}) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    printed = capsys.readouterr()
+    assert "these sums may still change; for a bill give --until 60s" in printed.err
+    rows = list(csv.DictReader(io.StringIO(printed.out)))
     assert [(row["tenant"], row["turns"], row["prompt_tokens"], row["output_tokens"]) for row in rows] == [
         ("acme", "2", "4", "16"),
         ("beta", "1", "2", "7"),
     ]
     assert run([*recorded, "--by", "key", "--format", "jsonl"], {}) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert run([*recorded, "--by", "tenant", "--until", "60s"], {}) == 0
+    assert "may still change" not in capsys.readouterr().err
     assert [(line["key"], line["output_tokens"]) for line in lines] == [("", 11), ("a" * 16, 5), ("b" * 16, 7)]
 
 
