@@ -68,7 +68,12 @@ def add_parser(commands: Any, environ: Mapping[str, str]) -> None:
     parser.add_argument(
         "--by", choices=("tenant", "key", "model"), help="sums for each tenant, API key or model; default: each turn"
     )
-    parser.add_argument("--format", choices=("csv", "jsonl"), default="csv", help="default: csv")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--format", choices=("csv", "jsonl"), default="csv", help="default: csv")
+    form.add_argument(
+        "--json", action="store_const", const="jsonl", dest="format",
+        help="the same as --format jsonl, and an error is JSON too",
+    )  # fmt: skip
     parser.add_argument(
         "--redis-url", default=environ.get(_REDIS_VARIABLE, ""), metavar="URL",
         help=f"Redis of the coordinators; default: {_REDIS_VARIABLE}",
