@@ -89,7 +89,7 @@ def test_only_the_text_half_is_counted(model: tuple[Path, PreTrainedModel], edit
     for name in ("head_dim", "num_key_value_heads"):  # the type's own are 128 and 32
         del config["text_config"][name]
     for kv_bytes in (2 * 2 * 2 * 2 * 16, 2 * 2 * 2 * 32 * 128):
-        assert model_size(str(editable)) == ModelSize(num_weights, False, 2, kv_bytes, 0, hidden_size=32)
+        assert model_size(str(editable)) == ModelSize(num_weights, False, 2, kv_bytes, 0, hidden_size=64)
         with pytest.raises(InvalidRequest, match=f"--kv must be at least {16 * kv_bytes}, one block"):
             require_kv_room(str(editable), 100, num_ranks=1, flag="--kv")
         (editable / "config.json").write_text(json.dumps(config))
