@@ -49,7 +49,8 @@ class CallTenants:
     def key_id_of(self, context: Any) -> str:
         """Return the id of the API key that a call is made with, or for; "" without one.
 
-        A gateway states the key of its own caller, and is believed if it may name tenants or if nobody needs a key.
+        A gateway states the key of its own caller. It is believed if it may name tenants, and on a coordinator without
+        keys.
 
         Raises:
             InvalidRequest: what the call states is not the id of a key.

@@ -86,7 +86,7 @@ LLAMA_1B = PlacedModel("llama-1b", 1_235_814_400, 16, 32_768, 2 * 1_235_814_400,
 LLAMA_8B = PlacedModel("llama-8b", 8_030_261_248, 32, 131_072, 2 * 8_030_261_248, _H100, 1, hidden_size=4096)
 LLAMA_70B = PlacedModel("llama-70b", 70_553_706_496, 80, 327_680, 2 * 70_553_706_496, _H100, 4, hidden_size=8192)
 
-#: 50 requests a second of 1000 tokens in and 300 out, with limits of 1 s to the first token and so many ms a token.
+#: 50 requests a second of 1000 tokens in and 300 out, with 1 s to the first token. Names state the time of a token.
 SIZED_LOADS = {
     "70B, 50 ms": SizedLoad(ExpectedLoad(50, 1000, 300, 1.0, 0.05), LLAMA_70B),
     "8B, 15 ms": SizedLoad(ExpectedLoad(50, 1000, 300, 1.0, 0.015), LLAMA_8B),

@@ -64,7 +64,7 @@ def _secret(template: PodTemplate, volume: Body) -> Iterator[Problem]:
         if mode & _OTHERS_READ:
             yield template.problem(where, f"{mode:04o} lets every user read the secret: must be 0440")
         elif not mode & 0o440:
-            yield template.problem(where, f"{mode:04o} lets nobody read the secret: must be 0440")
+            yield template.problem(where, f"{mode:04o} gives no user the right to read the secret: it must be 0440")
         elif not _has_group(template):
             message = f"is unset, and only the group may read volumes[{volume['name']}] (mode {mode:04o}): set it"
             yield template.problem("securityContext.fsGroup", message)

@@ -148,7 +148,7 @@ def test_both_tenants_get_the_same_answer(production: Production) -> None:
     assert len({body["choices"][0]["text"] for body in bodies}) == 1
 
 
-@pytest.mark.parametrize("key", ["", "a-key-of-nobody"])
+@pytest.mark.parametrize("key", ["", "an-unknown-key"])
 def test_a_request_without_a_known_key_is_refused(key: str, production: Production) -> None:
     assert production.complete(key)[0] == 401
 

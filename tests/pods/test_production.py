@@ -79,7 +79,7 @@ def test_both_tenants_get_an_answer_from_every_gateway(production: Deployed, fil
     assert len({body["choices"][0]["text"] for body in bodies}) == 1
 
 
-@pytest.mark.parametrize("key", ["", "a-key-of-nobody"])
+@pytest.mark.parametrize("key", ["", "an-unknown-key"])
 def test_a_request_without_a_known_key_is_refused(key: str, production: Deployed, files: Path) -> None:
     (gateway, *_) = production.cluster.pods_of("gateway")
     assert completed(gateway, files, key)[0] == 401
@@ -92,7 +92,7 @@ async def test_a_coordinator_knows_the_tenants_as_well(production: Deployed, fil
         async with AsyncClient(f"{address}:50051", tls=tls, api_key=key) as client:
             output = await client.generate(PROMPT, max_new_tokens=NUM_TOKENS, temperature=0.0)
             assert len(output.token_ids) == NUM_TOKENS
-    async with AsyncClient(f"{address}:50051", tls=tls, api_key="a-key-of-nobody") as client:
+    async with AsyncClient(f"{address}:50051", tls=tls, api_key="an-unknown-key") as client:
         with pytest.raises(SpecdecError) as refused:
             await client.generate(PROMPT, max_new_tokens=NUM_TOKENS)
     assert refused.value.reason == "UNAUTHENTICATED"
