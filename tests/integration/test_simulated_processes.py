@@ -67,7 +67,7 @@ def test_coordinators_of_a_tenant_share_the_locations_of_prefixes_through_redis(
     # Placement by load alone would have all three targets prefill the prefix, 992 tokens of which are whole blocks.
     assert [run.num_cached_prompt_tokens for run in runs] == [0, *[992] * 7]
     left = {key.partition(b"{")[0] for key in keys if not key.endswith(b":deleted")}  # keys that the clients left
-    assert left == {b"specdec:acme:prefix:"}
+    assert left == {b"specdec:acme:prefix:", b"specdec:usage:", b"specdec:usage:kept"}
 
 
 @pytest.mark.parametrize(("num_clients", "num_tokens"), [pytest.param(64, 128, marks=pytest.mark.full), (200, 64)])

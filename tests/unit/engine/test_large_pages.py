@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def resident_bytes(*, large: bool) -> int:
 @needs_large_pages
 def test_weights_and_kv_of_native_kernels_are_in_memory_with_large_pages(tmp_path: Path) -> None:
     directory = build_tiny_model("llama", tmp_path, vocabulary_size=96, context=256)
+    gc.collect()  # models of earlier tests would be freed during this one
     before = resident_bytes(large=True)
     worker = load_worker(
         LoadRequest(
