@@ -95,6 +95,22 @@ def test_another_process_that_takes_the_processors_does_not_change_the_choice() 
     assert choose_threads(round_s, 2) == 2
 
 
+@pytest.mark.parametrize(("num_cores", "chosen"), [(2, 2), (3, 2), (8, 7)])
+def test_long_rounds_take_the_cores_without_being_timed_beside_services_that_load(num_cores: int, chosen: int) -> None:
+    worker = TimedWorker({(1, 1): 0.040, (1, 5): 0.061})  # a step with more threads would raise KeyError
+    torch.set_num_threads(num_cores)
+    settle_threads(worker, lambda: worker.now_s)
+    assert torch.get_num_threads() == chosen
+
+
+@pytest.mark.parametrize(("share", "chosen"), [(0.9, 1), (0.5, 2)])
+def test_shorter_rounds_take_the_threads_that_are_measured_to_pay(share: float, chosen: int) -> None:
+    worker = TimedWorker({(1, 1): 0.040, (1, 5): 0.059, (2, 1): 0.040 * share, (2, 5): 0.059 * share})
+    torch.set_num_threads(2)
+    settle_threads(worker, lambda: worker.now_s)
+    assert torch.get_num_threads() == chosen
+
+
 def test_long_steps_are_measured_once() -> None:
     worker = TimedWorker({kind: 100 * seconds for kind, seconds in STEPS.items()})
     measure_rounds(worker, [1, 2], lambda: worker.now_s)
