@@ -10,6 +10,7 @@ servicer.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,14 +120,17 @@ class Verifier(ReplicaEngine):
 
         The last round gives the scheduler the time of a warm step.
         """
-        await self._prepare_constraints()
-        draft = np.zeros(1, dtype=np.uint32)
-        for round_id, temperature in enumerate((0.0, 1.0, 0.0)):
-            warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))
-            await self.verify(VerifyRequest(warm_up_round, draft, support_ids=(draft,) if temperature else ()))
+        await asyncio.gather(self._prepare_constraints(), self._run_warm_up_rounds(0.0, 1.0))
+        await self._run_warm_up_rounds(0.0, first_round_id=2)
         for prompt in self._warm_up_prompts():
             await self.verify(VerifyRequest(prompt, _NO_TOKENS, ()))
         await self._release_warm_up()
+
+    async def _run_warm_up_rounds(self, *temperatures: float, first_round_id: int = 0) -> None:
+        draft = np.zeros(1, dtype=np.uint32)
+        for round_id, temperature in enumerate(temperatures, first_round_id):
+            warm_up_round = self._warm_up_round(round_id, SamplingFilters(temperature=temperature))
+            await self.verify(VerifyRequest(warm_up_round, draft, support_ids=(draft,) if temperature else ()))
 
     def _with_room(self, request: VerifyRequest) -> VerifyRequest:
         """Return the request with its local draft or its run limited to the room in the context."""

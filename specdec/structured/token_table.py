@@ -109,9 +109,11 @@ def _table_hash(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]
 def _build(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int], vocabulary_size: int) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    backend = copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
+    backend = tokenizer.backend_tokenizer
+    if backend.padding or backend.truncation:  # a copy takes a second for 150,000 tokens
+        backend = copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
     try:
         return LLTokenizer(backend.to_str(), n_vocab=vocabulary_size, eos_token=list(eos_token_ids))
     except Exception as error:
