@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -196,3 +197,11 @@ def test_an_image_installs_nothing_under_our_name_from_an_index(dockerfile: str)
     assert "specdec" not in names
     assert ("torch" in names) == (dockerfile == "specdec/service/Dockerfile")
     assert {"grpcio", "redis", "pydantic"} <= names
+
+
+@pytest.mark.parametrize("dockerfile", sorted(set(DOCKERFILES.values())))
+def test_the_modules_that_an_image_imports_while_it_is_built_exist(dockerfile: str) -> None:
+    commands = re.findall(r'python -c "(import .*?)"', (ROOT / dockerfile).read_text().replace("\\\n", ""), re.DOTALL)
+    names = [name.strip() for command in commands for name in command.split(";")[0][len("import ") :].split(",")]
+    assert names
+    assert [name for name in names if importlib.util.find_spec(name) is None] == []
