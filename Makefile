@@ -359,16 +359,21 @@ chart: setup  ## copy the manifests that the Helm chart installs as they are int
 k8s-validate: setup k8s-tools  ## render every overlay and the chart and check them against schemas, settings, metrics and itself (a minute)
 	@$(BIN)/python -m k8s.validate
 
-images:  ## build the four service images
-	@build="docker build --build-arg PYTHON_IMAGE --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL"; \
-		$$build -f specdec/service/Dockerfile --target draft -t localhost/specdec/draft-service:latest . \
-		&& $$build -f specdec/service/Dockerfile --target target -t localhost/specdec/target-service:latest . \
-		&& $$build -f coordinator/Dockerfile -t localhost/specdec/coordinator:latest . \
-		&& $$build -f gateway/Dockerfile -t localhost/specdec/gateway:latest .
+# The images of Kubernetes' overlays. The component `ray` needs another one: IMAGES=ray-node.
+IMAGES := draft-service target-service coordinator gateway
+IMAGE_OF_draft-service := specdec/service/Dockerfile --target draft
+IMAGE_OF_target-service := specdec/service/Dockerfile --target target
+IMAGE_OF_ray-node := specdec/service/Dockerfile --target target --build-arg EXTRAS=serve,ray
+IMAGE_OF_coordinator := coordinator/Dockerfile
+IMAGE_OF_gateway := gateway/Dockerfile
+images: $(addprefix image-,$(IMAGES))  ## build the service images, or those that IMAGES names
+image-%:
+	docker build --build-arg PYTHON_IMAGE --build-arg PIP_INDEX_URL --build-arg PIP_EXTRA_INDEX_URL \
+		-f $(or $(IMAGE_OF_$*),$(error there is no image $*)) -t localhost/specdec/$*:latest .
 
 push-images:  ## tag the images with the version of TAG and push them to REGISTRY
 	@[ -n "$(REGISTRY)" ] && [ -n "$(TAG)" ] || { echo "error: push-images needs REGISTRY and TAG" >&2; exit 2; }
-	@for image in draft-service target-service coordinator gateway; do \
+	@for image in $(IMAGES); do \
 		name=$(REGISTRY)/$$image:$(TAG:v%=%); docker tag localhost/specdec/$$image:latest $$name && docker push $$name || exit 1; done
 
 dist: $(SUPPLY_VENV)/.installed  ## build the wheel and the source archive into dist/
