@@ -174,7 +174,7 @@ test-real: $(REAL) $(DEMO_PAIR)  ## SmolLM2 and Gemma 3 against Transformers, an
 test-engines: setup redis $(REAL) $(DEMO_PAIR) $(LLAMA_CPP) $(PEERS)/vllm/.specdec  ## targets in front of a real vLLM and llama.cpp: texts, distributions, faults (25 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines tests/statistical -m engines --timeout 1200 -s
 
-POD_PROGRAMS := buildah podman runc netavark aardvark-dns catatonit debootstrap
+POD_PROGRAMS := buildah podman runc netavark aardvark-dns iptables catatonit debootstrap
 container-programs: setup
 	@$(BIN)/python -c 'from tests.support.pods.programs import missing; raise SystemExit(bool(missing()))' || { command -v apt-get >/dev/null \
 		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq --no-install-recommends $(POD_PROGRAMS) >/dev/null; }; } \

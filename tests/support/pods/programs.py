@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 STORE = ROOT / ".pods"
 #: State of what runs. Podman refuses a path of more than 50 characters.
 _RUN = Path("/run/specdec-pods")
-_NEEDED = ("buildah", "podman", "runc", "debootstrap", "catatonit", "tar")
+_NEEDED = ("buildah", "podman", "runc", "debootstrap", "catatonit", "iptables", "tar")
 _NETWORKING = ("netavark", "aardvark-dns")
 #: Folders that podman looks for its network programs in.
 _FOLDERS = ("/usr/local/libexec/podman", "/usr/local/lib/podman", "/usr/libexec/podman", "/usr/lib/podman")
