@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import os
+import re
 import shutil
 import ssl
 from collections.abc import Iterator
@@ -16,12 +18,14 @@ import pytest
 from specdec import AsyncClient, Tls
 from specdec.contract.errors import SpecdecError
 from tests.support.pods.http import ask
+from tests.support.pods.kubectl import Kubectl, run_script
 from tests.support.pods.pod import Pod
-from tests.support.pods.programs import ProgramFailed
+from tests.support.pods.programs import ROOT, ProgramFailed
 from tests.support.tutorial import make_files
 
 from .conftest import Deployed, started
 
+OVERLAY = "k8s/overlays/production"
 PROMPT, NUM_TOKENS = "def main():", 16
 OTHER_KEY = "globex-key-of-the-second-tenant"
 REDIS = ["redis-cli", "--tls", "--cacert", "/tls/ca.crt", "-e"]
@@ -50,7 +54,7 @@ def production(files: Path) -> Iterator[Deployed]:
         "specdec-keys": ("keys.txt", "service.key"),
     }
     secrets = {name: {key: (files / key).read_text() for key in keys} for name, keys in names.items()}
-    with started("k8s/overlays/production", secrets) as found:
+    with started(OVERLAY, secrets) as found:
         yield found
 
 
@@ -66,6 +70,23 @@ def completed(pod: Pod, files: Path, key: str) -> tuple[int, dict[str, Any]]:
     body = {"model": "specdec", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
     status, text = ask(pod.address, 8000, "/v1/completions", tls=tls, body=body, key=key)
     return status, json.loads(text)
+
+
+def test_the_acceptance_script_accepts_the_deployment(
+    production: Deployed, files: Path, keys: dict[str, str], tmp_path: Path
+) -> None:
+    environ = {
+        "SPECDEC_API_KEY": keys["acme"],
+        "SPECDEC_TLS_CA": str(files / "ca.crt"),
+        "SPECDEC_ENDPOINT": "coordinator:50051",
+    }
+    with Kubectl(production.cluster, OVERLAY, tmp_path):
+        done = run_script(ROOT / "k8s" / "acceptance.sh", tmp_path, os.environ | environ, cwd=ROOT)
+    print(done.stdout)
+    steps = re.findall(r"^(\w+) +\d+ s  (.*)$", done.stdout, re.MULTILINE)
+    assert len(steps) == 12, done.stdout
+    assert [step for step in steps if step[0] != "ok"] == []
+    assert done.returncode == 0
 
 
 def test_both_tenants_get_an_answer_from_every_gateway(production: Deployed, files: Path, keys: dict[str, str]) -> None:

@@ -88,6 +88,22 @@ class Cluster:
         self._wait(new, timeout_s)
         return old
 
+    def scale(self, name: str, num_replicas: int) -> None:
+        """Start pods of a workload, or end its newest ones, until it has this number."""
+        pods = self.pods_of(name)
+        for _ in range(num_replicas - len(pods)):
+            self._start(self.workloads[name])
+        for leaving in pods[num_replicas:]:
+            self.pods.remove(leaving)
+            leaving.end()
+
+    def kill(self, pod_name: str) -> None:
+        """Remove a pod at once and start another one in its place."""
+        (lost,) = [pod for pod in self.pods if pod.name == pod_name]
+        self.pods.remove(lost)
+        lost.kill()
+        self._start(lost.workload)
+
     def _start(self, workload: Workload) -> Pod:
         number = next(self._numbers)
         pod = Pod(workload, f"{workload.name}-{number}", f"{_SUBNET}.{number}")
