@@ -18,11 +18,9 @@ from specdec.v1 import coordinator_pb2 as pb
 from tests.support.greedy_texts import generate, require_same_but_for_ties
 from tests.support.output import Output
 from tests.support.process_rig import ask, read_rest, read_some, run, stub_of
-from tests.support.redis_fixture import RedisServer, redis_server
+from tests.support.redis_fixture import RedisServer
 from tests.support.stack import Stack
 from tests.support.tiny_models import build_tiny_pair
-
-__all__ = ["redis_server"]
 
 #: Odd, so that no block ends where the states are lost.
 PROMPT = [5 + 7 * index % 240 for index in range(53)]
@@ -38,10 +36,16 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def stack(models: tuple[Path, Path], redis_server: RedisServer) -> Iterator[Stack]:
+def stack(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     arguments = ["--lease-ttl-s", "1", "--draft-timeout-s", "20"]
-    with Stack(*models, redis_url=redis_server.url, num_coordinators=2, coordinator_arguments=arguments) as stack:
-        yield stack
+    # A store for each family: in a store of all, a session of the same name would go on with another model.
+    store = RedisServer(tmp_path_factory.mktemp("redis"))
+    store.start()
+    try:
+        with Stack(*models, redis_url=store.url, num_coordinators=2, coordinator_arguments=arguments) as stack:
+            yield stack
+    finally:
+        store.stop()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from specdec.engine.loader import load_worker
 from specdec.engine.loop.replica_engine import ReplicaOptions
 from specdec.engine.options import LoadRequest
 from target_service.verifier import Verifier
-from tests.support.greedy_texts import generate, require_same_but_for_ties
+from tests.support.greedy_texts import generate, greedy_of_whole_passes, require_same_but_for_ties
 from tests.support.round_driver import RoundDriver
 from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import build_tiny_pair
@@ -48,7 +48,7 @@ _QUICK = ("lfm2", "qwen3_5", "falcon_h1")
 def pair(request, tmp_path_factory) -> _Pair:
     layers = 6 if request.param == "nemotron_h" else 4
     target, draft = build_tiny_pair(request.param, tmp_path_factory.mktemp(request.param), seed=3, num_layers=layers)
-    oracle = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    oracle = _oracle(target)
     generator = torch.Generator().manual_seed(7)
     shared = torch.randint(2, 256, (70,), generator=generator).tolist()
     prompts = [
@@ -57,6 +57,10 @@ def pair(request, tmp_path_factory) -> _Pair:
     ]
     expected = [generate(oracle, prompt, NUM_TOKENS) for prompt in prompts]
     return _Pair(target, draft, oracle, prompts, expected)
+
+
+def _oracle(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def _worker(path: Path, **options):
@@ -95,3 +99,13 @@ async def test_rounds_reproduce_generate(pair, together):
 async def test_rounds_reproduce_generate_while_sessions_take_each_others_blocks(pair):
     outputs, _ = await _outputs(pair, together=True, num_kv_blocks=18)
     _require_same(pair, outputs)
+
+
+async def test_every_row_of_mamba_2_has_the_shortest_step_of_time_of_a_whole_pass(tmp_path):
+    """`generate()` leaves it out in rows after the prompt, so its text is another one (docs/adr/0054)."""
+    shortest = {"time_step_min": 0.05}
+    target, draft = build_tiny_pair("nemotron_h", tmp_path, seed=3, num_layers=6, config_overrides=shortest)
+    oracle, prompt = _oracle(target), list(range(2, 55))
+    expected = greedy_of_whole_passes(oracle, prompt, NUM_TOKENS)
+    outputs, _ = await _outputs(_Pair(target, draft, oracle, [prompt], [expected]), together=False)
+    require_same_but_for_ties(oracle, prompt, expected, outputs[0])

@@ -17,6 +17,15 @@ def generate(oracle: torch.nn.Module, prompt: Sequence[int], num_tokens: int) ->
     return output[0, len(prompt) :].tolist()
 
 
+def greedy_of_whole_passes(oracle: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return the greedy continuation where each token comes from a pass over all tokens before it, without a cache."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids.append(int(oracle(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
 def require_same_but_for_ties(
     oracle: torch.nn.Module, prompt: Sequence[int], expected: Sequence[int], output: Sequence[int]
 ) -> None:

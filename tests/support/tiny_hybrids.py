@@ -63,6 +63,7 @@ def _experts(sizes: _Sizes) -> _Sizes:
 
 
 def _nemotron_h(sizes: _Sizes) -> _Sizes:
+    """The shortest step of time is hardly ever reached: `generate()` has it in the prompt only, and not in steps."""
     pattern = ("mamba", "mlp", "attention")
     return _common(sizes) | {
         "layers_block_type": [pattern[layer % 3] for layer in range(sizes["layers"])],
@@ -72,6 +73,7 @@ def _nemotron_h(sizes: _Sizes) -> _Sizes:
         "ssm_state_size": 16,
         "n_groups": 2,
         "chunk_size": 32,
+        "time_step_min": 1e-6,
     }
 
 

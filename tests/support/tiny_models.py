@@ -186,7 +186,9 @@ def build_tiny_model(
     special_ids = {"bos_token_id": None, "eos_token_id": EOS_TOKEN_ID, "pad_token_id": None}
     settings = arguments(sizes) | special_ids | {"vocab_size": vocabulary_size + padded_rows}
     config = config_class(**(settings | (config_overrides or {})))
-    model = AutoModelForCausalLM.from_config(config)
+    with torch.random.fork_rng():  # some models draw vectors, which keep their values
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
     _scale_weights(model, torch.Generator().manual_seed(seed), logit_spread, gain or _GAIN.get(architecture, 2.0))
     if perturb > 0:
         _perturb_weights(model, torch.Generator().manual_seed(seed + 1), perturb)
