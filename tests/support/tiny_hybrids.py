@@ -63,7 +63,7 @@ def _experts(sizes: _Sizes) -> _Sizes:
 
 
 def _nemotron_h(sizes: _Sizes) -> _Sizes:
-    """The shortest step of time is hardly ever reached: `generate()` has it in the prompt only, and not in steps."""
+    """`time_step_min` is too low to matter, because `generate()` applies it to the prompt and not to later tokens."""
     pattern = ("mamba", "mlp", "attention")
     return _common(sizes) | {
         "layers_block_type": [pattern[layer % 3] for layer in range(sizes["layers"])],
