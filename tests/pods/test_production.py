@@ -81,7 +81,7 @@ def test_the_acceptance_script_accepts_the_deployment(
         "SPECDEC_ENDPOINT": "coordinator:50051",
     }
     with Kubectl(production.cluster, OVERLAY, tmp_path):
-        done = run_script(ROOT / "k8s" / "acceptance.sh", tmp_path, os.environ | environ, cwd=ROOT)
+        done = run_script(ROOT / "k8s" / "acceptance.sh", tmp_path, os.environ | environ)
     print(done.stdout)
     steps = re.findall(r"^(\w+) +\d+ s  (.*)$", done.stdout, re.MULTILINE)
     assert len(steps) == 12, done.stdout

@@ -14,13 +14,13 @@ import socketserver
 import subprocess
 import sys
 import threading
-import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from .cluster import NETWORK, Cluster
-from .programs import ProgramFailed, podman
+from .programs import ROOT, ProgramFailed, podman
 
 _PROGRAM = """#!{python}
 import json, socket, sys
@@ -33,7 +33,6 @@ with socket.socket(socket.AF_UNIX) as connection:
 print(text, end="", file=sys.stderr if status else sys.stdout)
 sys.exit(status)
 """
-_LOOK_S = 0.2
 
 
 class Kubectl:
@@ -41,7 +40,8 @@ class Kubectl:
 
     def __init__(self, cluster: Cluster, overlay: str, folder: Path) -> None:
         self._cluster, self._overlay = cluster, overlay
-        self._rolls: dict[str, threading.Thread] = {}
+        self._rolls: dict[str, Future[object]] = {}
+        self._roller = ThreadPoolExecutor(1, "roll")
         self._clients: set[str] = set()
         path = str(folder / "kubectl.sock")
         program = folder / "kubectl"
@@ -64,6 +64,7 @@ class Kubectl:
     ) -> None:
         self._server.shutdown()
         self._server.server_close()
+        self._roller.shutdown()
         for name in self._clients:
             podman("rm", "--force", "--time", "0", "--ignore", name)
 
@@ -92,8 +93,8 @@ class Kubectl:
                 podman("run", "--detach", "--name", name, "--network", NETWORK, image, *command)
             case ["wait", "--for", "condition=Ready", *_]:
                 pass  # it runs since `podman run` has ended
-            case ["wait", "--for", "delete", "pod", "--selector", selector, "--timeout", limit]:
-                self._wait_until_gone(_named_by(selector), _seconds(limit))
+            case ["wait", "--for", "delete", "pod", *_]:
+                pass  # `scale` returns once they have ended
             case ["exec", "-i", name, "--", *command]:
                 return podman("exec", "-i", name, *command, text=text)
             case ["exec", name, "--", *command]:
@@ -126,26 +127,18 @@ class Kubectl:
         raise ProgramFailed(f"kubectl is not asked that here: get {shlex.join(asked)}")
 
     def _roll(self, name: str) -> None:
-        self._rolls[name] = threading.Thread(target=self._cluster.roll, args=(name,), name=f"roll of {name}")
-        self._rolls[name].start()
+        self._rolls[name] = self._roller.submit(self._cluster.roll, name)
 
     def _wait_for_rollout(self, name: str, timeout_s: float) -> None:
         if name in self._rolls:
-            self._rolls.pop(name).join(timeout_s)
+            self._rolls.pop(name).result(timeout_s)
         self._cluster.wait_until_ready(timeout_s)
 
-    def _wait_until_gone(self, name: str, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        while self._cluster.pods_of(name):
-            if time.monotonic() > end:
-                raise TimeoutError(f"pods of {name} are left after {timeout_s} s")
-            time.sleep(_LOOK_S)
 
-
-def run_script(script: Path, folder: Path, environ: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+def run_script(script: Path, folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a script in the repository's root whose kubectl is the folder's."""
     environ = {**environ, "PATH": f"{folder}:{environ['PATH']}"}
-    return subprocess.run([script], env=environ, capture_output=True, text=True, check=False, **options)
+    return subprocess.run([script], env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def _last(name: str) -> str:
