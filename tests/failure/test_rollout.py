@@ -31,6 +31,8 @@ __all__ = ["redis_server"]
 NUM_TARGETS, NUM_STREAMS, NUM_TOKENS, NUM_LONG_TOKENS = 3, 16, 6, 400
 #: New sessions of each step of the rollout. The draw of a model depends on the session's id alone.
 NUM_SESSIONS = 100
+#: Of a stream between two sessions, in seconds: the sixteen must not take the processors from targets that start.
+_PAUSE_S = 0.5
 #: Of a client, in seconds. No test waits for it where nothing is wrong.
 _PATIENCE_S = 120.0
 
@@ -132,6 +134,7 @@ async def test_a_rollout_under_streams_fails_none_and_moves_new_sessions_in_prop
                     prompt_token_ids=PROMPT[:1], session_id=first.session_id, max_new_tokens=4, temperature=0.0
                 )
                 assert again.target_changed == (again.target_fingerprint != first.target_fingerprint)
+            await asyncio.sleep(_PAUSE_S)
 
     budgets = Budgets(resume_s=_PATIENCE_S, connect_s=_PATIENCE_S)
     async with AsyncClient(",".join(system.coordinators), budgets=budgets) as client, asyncio.TaskGroup() as streams:

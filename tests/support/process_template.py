@@ -27,7 +27,10 @@ _REPLICA = (
     "specdec.service.rank", "specdec.engine.parallel.rank_loader", "target_service.__main__",
     "target_service.verifier", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-_FRONT = ("coordinator.__main__", "gateway.__main__")
+_FRONT = (
+    "coordinator.__main__", "gateway.__main__", "fakeredis", "lupa.lua51", "encodings.idna",
+    "transformers.tokenization_utils_tokenizers", "transformers.utils.chat_template_utils",
+)  # fmt: skip
 _PRELOADED = {
     "draft_service": _REPLICA, "target_service": _REPLICA, "tests.support.rank_rig": _REPLICA,
     "tests.support.injured_service": _REPLICA, "coordinator": _FRONT, "gateway": _FRONT,

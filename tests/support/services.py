@@ -24,8 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 Serves = Callable[[str], bool]
 """Returns whether the service at an address serves."""
 
-#: Services that are forked from a template of their imports; simulated replicas need none of the imports of real ones.
-_FORKED = ("coordinator", "gateway")
 _POLL_S = 0.1
 #: Longest wait for the end of a service, which first drains.
 _STOP_S = 180.0
@@ -67,7 +65,7 @@ class Services:
         arguments = ["--listen", address, "--redis-url", self._redis_url, *flags]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("SPECDEC_")} | ENVIRON
         with open(os.devnull, "rb") as nothing, self._log_path(name or module).open("ab") as log:
-            if self._sources == ROOT and module in _FORKED:
+            if self._sources == ROOT:
                 process = start_like(module, arguments, environ, Streams(nothing, log, log))
             else:
                 command = [sys.executable, "-m", module, *arguments]

@@ -39,7 +39,7 @@ from tests.support.stepped_clocks import SteppedClock
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
-_POLL_S = 0.02
+_POLL_S = 0.1
 GATEWAY = "gateway"
 
 
