@@ -229,6 +229,7 @@ def beside_our_name(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     started.communicate()
 
 
+@pytest.mark.full
 def test_up_starts_in_a_folder_that_has_one_of_our_name(beside_our_name: tuple[subprocess.Popen[str], str]) -> None:
     started, line = beside_our_name
     if not line:

@@ -76,6 +76,7 @@ def test_status_shows_every_pool_and_scale_counts_each_of_them(endpoint: str) ->
     assert "it has target, draft-good, draft-8b-0.6b-alpha-0.0" in refused.stderr
 
 
+@pytest.mark.full
 def test_each_kind_of_requests_gets_the_pool_that_is_good_at_it_and_pools_shows_it(routed: str) -> None:
     """Even and odd seeds are two kinds of texts, and each pool is good at one; before, it drafted for neither."""
     kinds = {"sql": 0, "tests": 1}

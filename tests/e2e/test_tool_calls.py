@@ -118,7 +118,10 @@ def test_a_request_that_is_resumed_at_any_token_of_its_call_gives_the_same_parts
         assert one is not None or other is None
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0, "gamma": 2}, {"temperature": 1.0, "seed": 7}])
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0, "gamma": 2}, pytest.param({"temperature": 1.0, "seed": 7}, marks=pytest.mark.full)],
+)
 def test_a_call_that_is_left_at_any_token_goes_on_at_another_coordinator(
     stack: Stack, client: Client, sampling: dict[str, Any]
 ) -> None:

@@ -250,6 +250,7 @@ def demo() -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield demo
 
 
+@pytest.mark.full
 def test_replicas_of_models_that_were_packed_before_share_no_import_of_transformers(
     demo: tuple[subprocess.Popen[str], str],
 ) -> None:

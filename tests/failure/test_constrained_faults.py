@@ -132,7 +132,7 @@ def check(output: Output, expected: list[int]) -> None:
     assert Draft202012Validator(SCHEMA).is_valid(json.loads(output.text))
 
 
-@pytest.mark.parametrize("mode", ["greedy with drafts", "coupled in runs"])
+@pytest.mark.parametrize("mode", ["greedy with drafts", pytest.param("coupled in runs", marks=pytest.mark.full)])
 async def test_another_target_goes_on_with_a_constrained_output_at_every_token(mode: str) -> None:
     """It has neither the tokens nor the constraint, and gets both again."""
     async with Rig(constrained=True, targets=0, max_run=1) as rig:
@@ -152,7 +152,7 @@ async def test_another_target_goes_on_with_a_constrained_output_at_every_token(m
         assert other.num_with_text >= 1
 
 
-@pytest.mark.parametrize("mode", ["coupled with drafts", "coupled in runs"])
+@pytest.mark.parametrize("mode", [pytest.param("coupled with drafts", marks=pytest.mark.full), "coupled in runs"])
 async def test_another_coordinator_resumes_a_constrained_output_at_every_token(mode: str) -> None:
     async with Rig(constrained=True, targets=0, max_run=1) as rig:
         engine = await engine_of_new_target(rig)

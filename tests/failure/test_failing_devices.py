@@ -40,7 +40,7 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("role", [pytest.param("target", marks=pytest.mark.full), "draft"])
 def test_a_device_that_keeps_failing_ends_its_process_with_one_error_line(
     injured: Injured, reference: list[int], role: str
 ) -> None:

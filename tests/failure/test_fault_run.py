@@ -25,9 +25,9 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultSystem]:
 @pytest.mark.timeout(900)
 async def test_a_few_generations_end_whole_under_kills_stops_and_stepped_clocks(system: FaultSystem) -> None:
     seed = fault_seed()
-    report = await run_with_faults(system, seed, num_generations=16, num_kinds=16, most_tokens=128, pause_s=(0.5, 1.5))
+    report = await run_with_faults(system, seed, num_generations=8, num_kinds=8, most_tokens=128, pause_s=(0.5, 1.5))
     assert not report.problems, f"SPECDEC_FAULT_SEED={seed}: {report.problems}"
-    assert report.num_ended == 16
+    assert report.num_ended == 8
 
 
 @pytest.mark.full

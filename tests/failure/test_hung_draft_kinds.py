@@ -146,6 +146,7 @@ def drafting_pools(output: Output) -> set[str]:
     return {detail.draft_pool for detail in output.details if detail.source == pb.TOKEN_SOURCE_ACCEPTED}
 
 
+@pytest.mark.full
 def test_streams_leave_a_hung_target_and_get_the_same_local_drafts_elsewhere(
     local: tuple[Stack, list[int]],
 ) -> None:

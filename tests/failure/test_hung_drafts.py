@@ -93,6 +93,7 @@ def test_a_draft_that_hung_is_used_again_once_it_answers(two_drafts: Stack) -> N
         assert min(target_only_steps(two_drafts, 6)) <= 1
 
 
+@pytest.mark.full
 def test_stalls_of_the_only_draft_cost_some_rounds_and_have_no_later_effect(tokenizer: Path) -> None:
     with Stack(PAIR, PAIR, tokenizer=tokenizer, replica_arguments=()) as stack, ThreadPoolExecutor() as pool:
         healthy = target_only_steps(stack, 4, gamma=None)[-1]

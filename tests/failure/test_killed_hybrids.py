@@ -64,7 +64,7 @@ def request(session_id: str, prompt: list[int], num_tokens: int = NUM_TOKENS) ->
     return made
 
 
-@pytest.mark.parametrize("killed", ["target", "draft"])
+@pytest.mark.parametrize("killed", ["target", pytest.param("draft", marks=pytest.mark.full)])
 def test_a_replica_killed_in_mid_run_changes_no_token(
     stack: Stack, oracle: torch.nn.Module, reference: list[int], killed: str
 ) -> None:

@@ -90,7 +90,7 @@ def verify_once(address: str, session_id: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "number"),
     [
-        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.full),
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.full),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.full),
     ],

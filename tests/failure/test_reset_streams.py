@@ -195,7 +195,7 @@ async def test_both_clients_resume_a_stream_that_is_reset_with_any_http2_code() 
         await asyncio.gather(*map(resumed, HTTP2_CODES))
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("role", ["target", pytest.param("draft", marks=pytest.mark.full)])
 async def test_generations_continue_when_the_stream_to_a_replica_is_reset_with_any_http2_code(role: str) -> None:
     async with Rig() as rig:
         direct = await rig.coordinator()

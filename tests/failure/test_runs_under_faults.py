@@ -20,7 +20,7 @@ SLOWER_BY_S = 0.01
 @pytest.mark.parametrize(
     ("num_generations", "num_kinds", "pause_s"),
     [
-        pytest.param(24, 20, (0.2, 0.8), marks=pytest.mark.timeout(900)),
+        pytest.param(12, 10, (0.2, 0.8), marks=pytest.mark.timeout(900)),
         pytest.param(1000, 64, (0.5, 2.0), marks=[pytest.mark.full, pytest.mark.timeout(2700)]),
     ],
 )

@@ -18,6 +18,8 @@ from tests.support.redis_fixture import RedisServer
 from tests.support.signals import Observed, Reading, Signal, falls, for_good, rises, scrape_twice, stays
 from tests.support.stack import Stack
 
+pytestmark = pytest.mark.full
+
 EVENTS, MEAN, RATE = Reading.EVENTS, Reading.MEAN, Reading.RATE
 
 SIGNALS: dict[str, tuple[Signal, ...]] = {

@@ -256,7 +256,7 @@ async def test_a_rule_that_accepts_too_much_moves_z_or_is_impossible(monkeypatch
         assert counted(coordinator, "mismatch", "rejection") > 0  # tokens outside the top three
 
 
-@pytest.mark.parametrize("mode", ["rejection", "block"])
+@pytest.mark.parametrize("mode", ["rejection", pytest.param("block", marks=pytest.mark.full)])
 async def test_a_draft_that_chooses_q_by_the_draws_that_follow_moves_z(mode: str) -> None:
     """It knows the round's key, and reports a point mass on its second choice whenever that will be accepted.
 

@@ -67,7 +67,8 @@ def load_alone(model: Path, **fields: Any) -> Worker:
     return load_worker(LoadRequest(str(model), device="cpu", num_kv_blocks=NUM_BLOCKS, **fields))
 
 
-@pytest.mark.parametrize("options", [pytest.param(RECORDED, marks=pytest.mark.full), PAGED], ids=["gathered", "paged"])
+@pytest.mark.full
+@pytest.mark.parametrize("options", [RECORDED, PAGED], ids=["gathered", "paged"])
 def test_recorded_steps_of_three_ranks_give_the_logits_of_one_process(
     options: dict[str, Any], model: Path, rig: RankRig
 ) -> None:
@@ -104,6 +105,7 @@ def bits_alone_and_in_a_batch(worker: Worker) -> tuple[torch.Tensor, torch.Tenso
     return alone[0], worker.execute(beside)[0]
 
 
+@pytest.mark.full
 def test_deterministic_ranks_give_a_row_the_same_bits_alone_and_in_a_batch(model: Path, rig: RankRig) -> None:
     try:
         worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS, self_check=False,
@@ -116,6 +118,7 @@ def test_deterministic_ranks_give_a_row_the_same_bits_alone_and_in_a_batch(model
     assert torch.equal(alone, beside)
 
 
+@pytest.mark.full
 def test_without_that_option_a_row_has_other_bits_in_a_batch(model: Path, rig: RankRig) -> None:
     """Negative control of the test above."""
     worker = rig.load(model, dtype="bfloat16", num_kv_blocks=NUM_BLOCKS, compiling=PAGED, self_check=False)

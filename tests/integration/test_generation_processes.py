@@ -79,6 +79,7 @@ def redeploy_draft(stack: Stack, model: Path) -> None:
     stack.restart("draft")
 
 
+@pytest.mark.full
 def test_a_draft_redeployed_with_another_vocabulary_is_left_out_and_ends_the_next_start_with_both_fingerprints(
     models: tuple[Path, Path], reference: list[int], tmp_path: Path
 ) -> None:

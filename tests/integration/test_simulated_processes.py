@@ -70,7 +70,8 @@ def test_coordinators_of_a_tenant_share_the_locations_of_prefixes_through_redis(
     assert left == {b"specdec:acme:prefix:", b"specdec:usage:", b"specdec:usage:kept"}
 
 
-@pytest.mark.parametrize(("num_clients", "num_tokens"), [pytest.param(64, 128, marks=pytest.mark.full), (200, 64)])
+@pytest.mark.parametrize(("num_clients", "num_tokens"), [(64, 128), (200, 64)])
+@pytest.mark.full
 def test_an_idle_system_takes_a_batch_of_clients_and_refuses_none(
     tokenizer_dir: Path, num_clients: int, num_tokens: int
 ) -> None:

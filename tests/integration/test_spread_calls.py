@@ -108,6 +108,7 @@ async def test_a_client_loads_all_coordinators_and_those_that_join(coordinators:
     assert len(output.token_ids) == NUM_LONG_TOKENS  # connections that are too old keep their streams
 
 
+@pytest.mark.full
 async def test_calls_that_begin_together_are_spread_from_the_first_one(
     coordinators: Coordinators, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,9 +61,7 @@ QUICK = (
     Row("model", "auto", "rejection", PLAIN, 1000),
     Row(HYBRID, "auto", "rejection", PLAIN, 300),
     Row("other tokenizer", "auto", "rejection", PLAIN, 300),
-    Row("other tokenizer, as text", "auto", "rejection", REPEATING, 300),
     Row("early exit", "native", "block", TOP_K_AND_TOP_P, 400),
-    Row("eagle3", "auto", "rejection", TOP_K_AND_TOP_P, 400),
     Row("model", "server", "block", TWO_TOKENS, 160),
 )
 FULL = (
