@@ -162,7 +162,7 @@ prometheus:
 		&& { s=""; [ "$$(id -u)" = 0 ] || s=sudo; $$s apt-get update -qq && $$s apt-get install -y -qq --no-install-recommends prometheus >/dev/null; }; } \
 		|| { echo "error: the tests of the alert rules need prometheus and promtool on the PATH" >&2; exit 1; }
 
-test: setup redis  ## all tests against real gRPC and a real Redis (18 minutes on two cores)
+test: setup redis  ## all tests against real gRPC and a real Redis (18 to 45 minutes on two cores)
 	$(PYTEST) --hypothesis-profile=ci -m "not full and $(NO_EXTRAS)"
 
 test-full: setup redis  ## the long products as well; properties are tried on new examples, not on the same ones

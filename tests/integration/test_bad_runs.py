@@ -298,7 +298,7 @@ def test_a_limit_of_runs_that_cannot_be_is_refused_in_one_line_with_the_range(
     assert ("1" if value == "0" else "1024") in line.partition("--max-run")[2].replace(value, "")
 
 
-@pytest.mark.parametrize("max_run", [0, 1])
+@pytest.mark.parametrize("max_run", [0, pytest.param(1, marks=pytest.mark.full)])
 async def test_a_target_without_runs_serves_beside_one_with_them_and_gets_none(max_run: int) -> None:
     made: list[Plain] = []
 

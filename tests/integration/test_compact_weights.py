@@ -183,7 +183,7 @@ def test_a_weight_that_does_not_fit_into_16_bits_stays_in_float32(tmp_path: Path
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("-march=znver3", marks=needs_x86("avx2", "fma", "f16c"), id="AVX2"),
+        pytest.param("-march=znver3", marks=[needs_x86("avx2", "fma", "f16c"), pytest.mark.full], id="AVX2"),
         pytest.param("-march=x86-64", marks=[needs_x86(), pytest.mark.full], id="SSE2"),
     ],
 )

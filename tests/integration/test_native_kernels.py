@@ -141,9 +141,8 @@ def test_a_row_has_the_same_bits_among_any_rows_on_processors_with_narrower_vect
 
 # Which instructions are used does not depend on the optimisation, and -O1 compiles in half the time.
 @needs_x86()
-@pytest.mark.parametrize(
-    "flags", [pytest.param("-mno-avx512vnni", marks=pytest.mark.full), "-mno-avx512vnni -DSPECDEC_AS_BYTES -O1"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["-mno-avx512vnni", "-mno-avx512vnni -DSPECDEC_AS_BYTES -O1"])
 def test_int8_steps_have_the_same_bits_with_any_instructions(
     tmp_path: Path, flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

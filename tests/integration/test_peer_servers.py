@@ -45,6 +45,7 @@ async def test_a_server_streams_answers_tells_its_costs_and_leaves_no_process_be
     assert all(sum(answer.chunk_tokens) == len(answer.token_ids) == NUM_TOKENS for answer in answers)
 
 
+@pytest.mark.full
 async def test_the_first_token_of_a_greedy_answer_has_the_largest_logit() -> None:
     (prompt,) = prompt_token_ids(TARGET, 24)[:1]
     server = TransformersServer("transformers", TARGET, DRAFT, "float32")

@@ -74,7 +74,8 @@ async def speak(worker: Any, url: str, *, num_kept: int | None = None) -> tuple[
         await replica.close()
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 async def test_every_ranks_part_is_kept_and_restored_by_a_new_group(
     name: str, models: dict[str, Path], rig: RankRig, tier: RedisServer, keys: Callable[[str], list[bytes]]
 ) -> None:

@@ -62,6 +62,7 @@ def test_two_machines_serve_one_model_and_the_first_rank_ends_with_the_second(tm
         assert first.wait(PATIENCE_S) == 1
 
 
+@pytest.mark.full
 def test_ranks_find_each_other_at_an_address_of_ipv6(tmp_path: Path) -> None:
     model = build_tiny_model("llama", tmp_path, num_layers=1)
     flags = ["--model", str(model), "--redis-url", "memory://", "--device", "cpu", "--listen", "127.0.0.1:0"]

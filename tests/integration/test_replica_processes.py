@@ -182,7 +182,7 @@ def listens(service: str, *flags: str) -> bool:
     return is_listening
 
 
-@pytest.mark.parametrize("service", ["draft_service", "target_service"])
+@pytest.mark.parametrize("service", [pytest.param("draft_service", marks=pytest.mark.full), "target_service"])
 def test_a_model_that_is_computed_wrongly_is_one_line_and_never_serves(service: str, tmp_path: Path) -> None:
     build_tiny_architecture("roberta", tmp_path)  # its positions begin behind the padding token's
     error = error_line(service, "--model", str(tmp_path))

@@ -152,6 +152,7 @@ async def test_when_a_session_outgrows_its_pools_context_another_pool_drafts() -
         assert output.finished.stats.num_target_only_steps <= 4
 
 
+@pytest.mark.full
 async def test_the_alpha_of_a_pools_scores_equals_its_alpha_in_use() -> None:
     """24 texts of 48 tokens each at T = 1: the standard error of the difference is below 0.03, so one in 10^5 runs of a
     correct build would differ by 0.13; seeds are fixed. tests/unit/coordinator/test_routing.py has the exact identity,

@@ -93,7 +93,14 @@ async def test_an_output_ends_at_an_end_token_of_its_own_model() -> None:
         assert (await coordinator.generate(again)).token_ids == output.token_ids
 
 
-@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.0, 0.0), (0.2, 0.1, 0.3), (1.0, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("share", "low", "high"),
+    [
+        pytest.param(0.0, 0.0, 0.0, marks=pytest.mark.full),
+        (0.2, 0.1, 0.3),
+        pytest.param(1.0, 1.0, 1.0, marks=pytest.mark.full),
+    ],
+)
 async def test_an_operators_share_holds_at_every_coordinator_until_it_is_taken_back(
     share: float, low: float, high: float
 ) -> None:

@@ -60,6 +60,7 @@ class Comparison(NamedTuple):
 
 _DEEP = "deep(18, 0.02), 1 stream, greedy"
 _SMOL = "SmolLM2-135M-Instruct, one stream"
+_SMOL_FILE, _QWEN_FILE = "SmolLM2-135M Q4_1", "Qwen2.5-Coder 1.5B Q4_K_M"
 _REPEATS = "deep(18, 0.02), text that repeats"
 _ONE_STREAM = "one stream, greedy"
 _8B = "random Llama-3.1-8B shape, bf16, 1 stream"
@@ -76,7 +77,9 @@ TABLES: dict[str, Sequence[Comparison]] = {
             "16 streams", "draft model", "Transformers, padded batch", x=16,
         ),
         Comparison("real", _SMOL, "specdec", "hf_plain", "SmolLM2 135M, one stream", "no draft", "Transformers"),
-        Comparison("real", _SMOL, "specdec_bf16", "llama.cpp_bf16", "SmolLM2 135M, bf16", "no draft", "llama.cpp"),
+        Comparison(
+            "real", f"{_SMOL_FILE}, 1 stream", "specdec", "llama.cpp", "SmolLM2 135M, Q4_1", "no draft", "llama.cpp"
+        ),
     ),
     "peers-summary": (
         *(
@@ -85,12 +88,12 @@ TABLES: dict[str, Sequence[Comparison]] = {
             for peer in ("vllm", "llama.cpp")
         ),
         *(
-            Comparison("peers_qwen", f"{_QWEN_PAIR}, {streams}", f"specdec_int8_{drafts}", f"llama.cpp_{drafts}",
-                       f"Qwen 1.5B with 0.5B, {streams}", f"{what}, int8", f"llama.cpp, {what}, 4 bits")
-            for streams, drafts, what in (
-                ("1 stream", "drafted", "draft"), ("1 stream", "alone", "no draft"), ("8 streams", "drafted", "draft")
-            )
+            Comparison("real", case, "specdec", "llama.cpp", "Qwen 1.5B with 0.5B, 1 stream",
+                       f"{what}, 4 bits", f"llama.cpp, {what}, 4 bits")
+            for case, what in ((f"{_QWEN_FILE} with 0.5B", "draft"), (f"{_QWEN_FILE}, 1 stream", "no draft"))
         ),
+        Comparison("peers_qwen", f"{_QWEN_PAIR}, 8 streams", "specdec_int8_drafted", "llama.cpp_drafted",
+                   "Qwen 1.5B with 0.5B, 8 streams", "draft, int8", "llama.cpp, draft, 4 bits"),
     ),
     "latency": (
         Comparison("latency", _DEEP, "specdec", "hf_plain", _ONE_STREAM, "draft model", "Transformers"),
@@ -163,13 +166,19 @@ TABLES: dict[str, Sequence[Comparison]] = {
         )
     ),
     "real": (
-        Comparison("real", _SMOL, "specdec", "hf_plain", "one stream", "Q4_1 file", "Transformers"),
-        Comparison("real", _SMOL, "specdec", "llama.cpp_q4_1", "one stream", "Q4_1 file", "llama.cpp, Q4_1"),
-        Comparison("real", _SMOL, "specdec_bf16", "llama.cpp_bf16", "one stream", "bfloat16", "llama.cpp, bfloat16"),
-        Comparison("real", _SMOL, "specdec_int8", "llama.cpp_q8_0", "one stream", "int8", "llama.cpp, Q8_0"),
+        Comparison("real", _SMOL, "specdec", "hf_plain", "SmolLM2 135M, one stream", "Q4_1 file", "Transformers"),
         Comparison(
             "real", "SmolLM2-135M-Instruct, 8 streams", "specdec", "hf_padded_batch",
-            "8 streams", "Q4_1 file", "Transformers, padded batch",
+            "SmolLM2 135M, 8 streams", "Q4_1 file", "Transformers, padded batch",
+        ),
+        *(
+            Comparison("real", case, "specdec", "llama.cpp", shown, f"{what}, the same file", f"llama.cpp, {what}")
+            for case, shown, what in (
+                (f"{_SMOL_FILE}, 1 stream", "SmolLM2 135M Q4_1, one stream", "no draft"),
+                (f"{_SMOL_FILE}, 8 streams", "SmolLM2 135M Q4_1, 8 streams", "no draft"),
+                (f"{_QWEN_FILE}, 1 stream", "Qwen2.5-Coder 1.5B Q4_K_M, one stream", "no draft"),
+                (f"{_QWEN_FILE} with 0.5B", "Qwen2.5-Coder 1.5B Q4_K_M with 0.5B, one stream", "draft"),
+            )
         ),
     ),
 }  # fmt: skip
