@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from http.client import HTTPConnection
 from pathlib import Path
-from time import time
+from time import sleep, time
 
 import pytest
 import redis
@@ -163,6 +163,20 @@ def started(system: System, module: str, *flags: str, services: Services | None 
         services.end("more")
 
 
+async def listed(system: System) -> set[str]:
+    """Return the addresses of the replicas in the registry."""
+    registry = open_registry(system.server.url)
+    addresses = {record.address for role in ("target", "draft") for record in await registry.replicas(role)}
+    await registry.close()
+    return addresses
+
+
+def wait_until_listed(system: System, address: str) -> None:
+    """Return once a replica is in the registry, which may be after its health says SERVING."""
+    while address not in asyncio.run(listed(system)):
+        sleep(0.05)
+
+
 @contextmanager
 def gateway_without_coordinator(system: System) -> Iterator[dict[str, str]]:
     with started(system, "gateway", "--coordinator", NOWHERE, "--retry-s", "0.2") as address:
@@ -240,7 +254,8 @@ def old_clock(system: System) -> Iterator[dict[str, str]]:
 @contextmanager
 def target_with_another_service_key(system: System) -> Iterator[dict[str, str]]:
     key = write_private(system.folder / "service.key", "k" * 32 + "\n")
-    with started(system, "target_service", "--model", MODEL, "--service-key", str(key)):
+    with started(system, "target_service", "--model", MODEL, "--service-key", str(key)) as address:
+        wait_until_listed(system, address)
         yield {}
 
 
@@ -248,8 +263,11 @@ def target_with_another_service_key(system: System) -> Iterator[dict[str, str]]:
 def draft_of_the_last_release(system: System) -> Iterator[dict[str, str]]:
     sources = unpack(last_release(), system.folder / "release")
     with Services(sources, system.server.url, system.folder) as old:
-        old.start("draft_service", "--model", MODEL)
-        yield {}
+        wait_until_listed(system, old.start("draft_service", "--model", MODEL))
+        try:
+            yield {}
+        finally:
+            old.end("draft_service")  # it leaves the registry; the record of a killed one would stay for a while
 
 
 @contextmanager
