@@ -59,7 +59,7 @@ def _build_verifier(
 def _known_constraints(settings: TargetSettings, shape: ModelShape) -> KnownConstraints:
     from specdec.structured.known_constraints import KnownConstraints
 
-    return KnownConstraints(settings.model, shape.eos_token_ids, shape.vocabulary_size)
+    return KnownConstraints(settings.model, shape.eos_token_ids, shape.vocabulary_size, shape.vocabulary_fingerprint)
 
 
 async def _open_backend(settings: TargetSettings, replica_id: str, metrics: EngineMetrics) -> Engine | None:

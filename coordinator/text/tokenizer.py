@@ -118,7 +118,7 @@ class ServedTokenizer:
         """
         key = tuple(eos_token_ids)
         if (table := self._token_tables.get(key)) is None:
-            table = self._token_tables[key] = TokenTable(self._tokenizer, key, self.vocabulary_size)
+            table = self._token_tables[key] = TokenTable(self._tokenizer, key, self.vocabulary_size, self.fingerprint)
         return table
 
     def marker_ids(self, markers: Iterable[str]) -> dict[str, int]:

@@ -73,14 +73,14 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        vocabulary = tokenizer.get_vocab()
+        num_tokens = len(tokenizer)
     # The Rust parser raises bare Exception, and its panics derive from BaseException only.
     except BaseException as error:
         if not is_tokenizer_fault(error):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InvalidRequest(f"model {str(model)!r} has an unreadable tokenizer: {reason}", field="model") from error
-    if not vocabulary:
+    if not num_tokens:
         raise InvalidRequest(f"model {str(model)!r} has an empty vocabulary", field="model")
     if not tokenizer.chat_template:
         tokenizer.chat_template = _template_of_processor(str(model), directory)

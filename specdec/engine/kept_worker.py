@@ -29,7 +29,6 @@ from specdec.engine.kernels.library import load_library
 from specdec.engine.model.batch_invariance import require_batch_invariance
 from specdec.engine.model.kv_cache import KvCache, LayerShape, block_bytes, pool_sizes
 from specdec.engine.model.self_check import Reference, require_same
-from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.file_layout import FileLayout, FromFile, LlamaNumbers
 from specdec.engine.native.kept_layout import KeptLayout, Unreadable, keep, open_kept
 from specdec.engine.native.native_runner import NativeRunner
@@ -44,15 +43,12 @@ _KEPT_DTYPES = ("auto", "float32", "int8")
 _LINE_S = 5.0
 
 
-def load_kept_worker(
-    request: LoadRequest, *, with_weights: bool = False, measures_threads: bool = False
-) -> Worker | None:
+def load_kept_worker(request: LoadRequest, *, with_weights: bool = False) -> Worker | None:
     """Load a model that was kept, or return None if it has to be loaded from its checkpoint.
 
     Args:
         request: what to load.
         with_weights: return None also if the weights would be packed from another file.
-        measures_threads: as `engine.loader.load_worker`.
 
     Raises:
         InvalidRequest: the KV pool has no room for one block, or the model does not exist.
@@ -78,11 +74,8 @@ def load_kept_worker(
     except (Unreadable, Unsupported) as error:
         _log.warning("loading the checkpoint, because its packed weights cannot be used: %s: %s", path, error)
         return None
-    if worker is not None:
-        if request.compiling.is_deterministic:
-            require_batch_invariance(worker)
-        if measures_threads:
-            settle_threads(worker)
+    if worker is not None and request.compiling.is_deterministic:
+        require_batch_invariance(worker)
     return worker
 
 

@@ -33,7 +33,6 @@ from specdec.engine.model.llama_twin import llama_twin
 from specdec.engine.model.model_runner import ForwardPass, GraphSource, TransformersForward
 from specdec.engine.model.self_check import Arithmetic, Reference
 from specdec.engine.model.text_half import make_whole, read_model, require_own_attention
-from specdec.engine.model.thread_tuning import settle_threads
 from specdec.engine.native.file_layout import FromFile
 from specdec.engine.native.file_model import FileModel, open_file_model, tell_if_wider
 from specdec.engine.native.model_layout import ModelLayout, fits, llama_numbers, rotary_tables, round_weight
@@ -44,20 +43,16 @@ from specdec.engine.options import AUTO, NATIVE, CompileOptions, LoadRequest
 _log = logging.getLogger(__name__)
 
 
-def load_worker(request: LoadRequest, *, measures_threads: bool = False) -> Worker:
+def load_worker(request: LoadRequest) -> Worker:
     """Load a checkpoint and its KV pool.
 
     Args:
         request: what to load.
-        measures_threads: on a CPU, set the number of threads by measurement once the model is loaded.
 
     Raises:
         InvalidRequest, Unsupported: as `engine.load_pipeline.build_worker`.
     """
-    worker = build_worker(WholeModel(pick_device(request.device)), request)
-    if measures_threads:
-        settle_threads(worker)
-    return worker
+    return build_worker(WholeModel(pick_device(request.device)), request)
 
 
 class WholeModel(ModelPart):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import secrets
@@ -336,6 +337,7 @@ def _load_worker(
         import torch
 
         from specdec.engine.kept_worker import load_kept_worker
+        from specdec.engine.model.thread_tuning import settle_threads
         from specdec.engine.options import AUTO, EAGER, NATIVE
 
     is_given = settings.num_threads is not None or "OMP_NUM_THREADS" in os.environ
@@ -345,12 +347,20 @@ def _load_worker(
         # Torch counts the cores of the machine. More threads than a container has processors' time only wait.
         torch.set_num_threads(min(torch.get_num_threads(), num_processors()))
     request = load_request(settings, num_decode_rows, note_loaded, local_drafts)
-    if kept := load_kept_worker(request, measures_threads=measures_threads):
-        return kept
-    with memory.collector_at_rest():  # with it come the modules of transformers
-        from specdec.engine.loader import load_worker
+    # The tokenizer needs transformers later. Its import takes a second, and this load seldom needs Python itself.
+    # Nothing else may import it meanwhile: `transformers` replaces its own module at the end of the import.
+    importing = threading.Thread(target=importlib.import_module, args=("transformers",), name="import", daemon=True)
+    importing.start()
+    worker = load_kept_worker(request)
+    importing.join()
+    if worker is None:
+        with memory.collector_at_rest():  # with it come the modules of transformers
+            from specdec.engine.loader import load_worker
 
-    return _read_back(request, load_worker(request, measures_threads=measures_threads))
+        worker = _read_back(request, load_worker(request))
+    if measures_threads:
+        settle_threads(worker)
+    return worker
 
 
 def _read_back(request: LoadRequest, loaded: Worker) -> Worker:

@@ -25,20 +25,27 @@ class KnownConstraints:
     """Constraints by identity. Safe to share between threads."""
 
     def __init__(
-        self, model: str, eos_token_ids: Sequence[int], vocabulary_size: int, *, is_authority: bool = True
+        self,
+        model: str,
+        eos_token_ids: Sequence[int],
+        vocabulary_size: int,
+        fingerprint: str | None = None,
+        *,
+        is_authority: bool = True,
     ) -> None:
         """
         Args:
             model: checkpoint whose tokenizer is loaded at the first constraint.
             eos_token_ids: end tokens of the model.
             vocabulary_size: number of tokens of a row of logits.
+            fingerprint: of the model's vocabulary; None: not known.
             is_authority: whether a text of another identity is refused. A draft's masks only raise acceptance, and its
                 model may have other end tokens than the target.
         """
         self._is_authority = is_authority
         self._model = model
         self._eos_token_ids = tuple(eos_token_ids)
-        self._vocabulary_size = vocabulary_size
+        self._vocabulary_size, self._fingerprint = vocabulary_size, fingerprint
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, Constraint] = OrderedDict()
@@ -47,7 +54,8 @@ class KnownConstraints:
     @cached_property
     def table(self) -> TokenTable:
         """The model's tokens. Raises Unsupported if they cannot follow constraints."""
-        return TokenTable(load_tokenizer(self._model), self._eos_token_ids, self._vocabulary_size)
+        tokenizer = load_tokenizer(self._model)
+        return TokenTable(tokenizer, self._eos_token_ids, self._vocabulary_size, self._fingerprint)
 
     def prepare(self) -> None:
         """Load the tokens and build their table, for which all calls would wait later: the library holds Python's lock.

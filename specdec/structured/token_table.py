@@ -30,12 +30,19 @@ _log = logging.getLogger(__name__)
 class TokenTable:
     """The tokens of one model. Safe to share between threads."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int], vocabulary_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        eos_token_ids: Sequence[int],
+        vocabulary_size: int,
+        fingerprint: str | None = None,
+    ) -> None:
         """
         Args:
             tokenizer: tokenizer of the model.
             eos_token_ids: end tokens of the model.
             vocabulary_size: number of tokens that a mask has bits for.
+            fingerprint: of the tokenizer's vocabulary; None: not known. Computing it takes up to a second.
 
         Raises:
             Unsupported: llguidance is not installed, the tokens have no fixed bytes, or the model has no end token.
@@ -47,7 +54,7 @@ class TokenTable:
         self._lock = threading.Lock()
         self._table: LLTokenizer | None = None
         _require_supported(tokenizer, self.eos_token_ids)
-        self._hash = _table_hash(tokenizer, self.eos_token_ids)
+        self._hash = _table_hash(tokenizer, self.eos_token_ids, fingerprint)
 
     def identity_of(self, constraint: Constraint) -> bytes:
         """Return 16 bytes that are equal where the constraint allows the same tokens of the same vocabulary."""
@@ -91,14 +98,14 @@ def _require_supported(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequen
         )
 
 
-def _table_hash(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int]) -> bytes:
+def _table_hash(tokenizer: PreTrainedTokenizerFast, eos_token_ids: Sequence[int], fingerprint: str | None) -> bytes:
     from llguidance._lib import get_version
 
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     special = sorted(token_id for token_id, token in added.items() if token.special)
     facts: list[Any] = [
         get_version(),
-        vocabulary_fingerprint(tokenizer.get_vocab()),
+        fingerprint or vocabulary_fingerprint(tokenizer.get_vocab()),
         special,
         sorted(eos_token_ids),
         decoder_parts(tokenizer),

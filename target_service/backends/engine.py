@@ -315,7 +315,7 @@ def _known_constraints(settings: TargetSettings, backend: Backend) -> KnownConst
     shape = backend.shape
     if not shape.has_whole_rows:
         return None
-    return KnownConstraints(settings.model, shape.eos_token_ids, shape.vocabulary_size)
+    return KnownConstraints(settings.model, shape.eos_token_ids, shape.vocabulary_size, shape.vocabulary_fingerprint)
 
 
 def _open_llama(settings: TargetSettings) -> Backend:

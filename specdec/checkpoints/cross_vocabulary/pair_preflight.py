@@ -32,21 +32,27 @@ def require_servable_pair(models: Mapping[str, str], *, elsewhere: Collection[st
         Text for messages on how many tokens the draft shares with the target; "" if the vocabularies are equal.
 
     Raises:
-        InvalidRequest: see `require_servable`; or a tokenizer is unreadable.
+        InvalidRequest: see `require_servable`; or a tokenizer is missing, or unreadable and unlike the other.
         Unsupported: see `require_servable`.
         VocabularyMismatch: the vocabularies share no token. The message has both fingerprints.
     """
     for flag, model in models.items():
         if flag not in elsewhere:
             require_servable(model, flag=flag)
-    seen: dict[tuple[bytes, ...], PreTrainedTokenizerFast] = {}
+    files: dict[str, tuple[bytes, ...]] = {}
+    for flag, model in models.items():
+        with naming_flag(flag):
+            files[flag] = _vocabulary_files(locate_checkpoint(model, small_files_only=True))
+    first = next(iter(files.values()))
+    if first[0] and set(files.values()) == {first}:
+        return ""  # the services read the tokenizer themselves, and loading it here takes seconds
+    loaded: dict[tuple[bytes, ...], PreTrainedTokenizerFast] = {}
     described: list[tuple[str, int]] = []
     for flag, model in models.items():
         with naming_flag(flag):
-            files = _vocabulary_files(locate_checkpoint(model, small_files_only=True))
-            if files not in seen:
-                seen[files] = load_tokenizer(model)
-            vocabulary = seen[files].get_vocab()
+            if files[flag] not in loaded:
+                loaded[files[flag]] = load_tokenizer(model)
+            vocabulary = loaded[files[flag]].get_vocab()
             described.append((vocabulary_fingerprint(vocabulary), len(vocabulary)))
     if len(set(described)) <= 1:
         return ""
@@ -54,7 +60,7 @@ def require_servable_pair(models: Mapping[str, str], *, elsewhere: Collection[st
         make_pair,  # imported here: it loads transformers, which takes 1 s
     )
 
-    target, draft = zip(models.values(), seen.values(), strict=True)
+    target, draft = zip(models.values(), loaded.values(), strict=True)
     try:
         return make_pair(draft, target).summary
     except (Unsupported, VocabularyMismatch) as error:

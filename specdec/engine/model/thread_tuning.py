@@ -1,9 +1,10 @@
 """Choose the number of CPU threads of a step by measurement: one, all cores but one, or all.
 
 A step waits for its slowest thread, and coordinator, store and client run beside it. If they have no core left, a step
-that is faster by itself makes slower rounds (docs/history/log.md), unless it is much faster. Called by `engine.loader`
-on a worker that does not serve yet, while other services of the machine may still load. Their load makes several
-threads wait for each other, so only one thread is timed well beside it: long rounds are given the cores unmeasured.
+that is faster by itself makes slower rounds (docs/history/log.md), unless it is much faster. Called by
+`service.replica_main` on a worker that does not serve yet, while other services of the machine may still load. Their
+load makes several threads wait for each other, so only one thread is timed well beside it: long rounds are given the
+cores unmeasured.
 """
 
 from __future__ import annotations

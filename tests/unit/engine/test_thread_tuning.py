@@ -135,7 +135,7 @@ def test_a_loaded_model_sets_and_logs_the_number_of_threads_for_all_threads(
     model = build_tiny_model("llama", tmp_path, num_layers=1)
     torch.set_num_threads(2)
     caplog.set_level(logging.INFO)
-    load_worker(LoadRequest(str(model), device="cpu", dtype="float32", num_kv_blocks=8), measures_threads=True)
+    settle_threads(load_worker(LoadRequest(str(model), device="cpu", dtype="float32", num_kv_blocks=8)))
     (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("threads: "))
     seen = [torch.get_num_threads()]
     device_thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
