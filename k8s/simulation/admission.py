@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from specdec.cli.planning.cards import CALLS
 from specdec.cli.planning.deployment import BASE_STREAMS, SLOT_GAIN, Deployment, ExpectedLoad, base_tpot_s, slot_gain
-from specdec.cli.planning.steady_state import steady_state
+from specdec.cli.planning.steady_state import SteadyState, steady_state
 
 if TYPE_CHECKING:
     from k8s.simulation.pools import Stream
@@ -27,11 +27,17 @@ def slots_per_target(deployment: Deployment, load: ExpectedLoad, alpha: float) -
     """Return the number of slots that a coordinator gives each target: those that gain, as far as its KV goes."""
     requests = load.requests(deployment.gamma, alpha)
     num_targets, num_drafts = deployment.num_targets, deployment.num_drafts
-    base_s = base_tpot_s(requests, deployment.target, deployment.draft, num_targets, num_drafts)
+
+    def state_at(rate_per_s: float) -> SteadyState | None:
+        return steady_state(
+            replace(requests, rate_per_s=rate_per_s), CALLS, deployment.target, deployment.draft, num_targets,
+            num_drafts, deployment.num_coordinators(load),
+        )  # fmt: skip
+
+    base_s = base_tpot_s(state_at, load.rate_per_s, num_targets)
     num_slots = float(BASE_STREAMS * num_targets)
     for step in range(1, _MAX_STEPS):
-        at_rate = replace(requests, rate_per_s=load.rate_per_s * step / _NUM_STEPS)
-        state = steady_state(at_rate, CALLS, deployment.target, deployment.draft, num_targets, num_drafts)
+        state = state_at(load.rate_per_s * step / _NUM_STEPS)
         if state is None:
             break
         if state.num_streams > BASE_STREAMS * num_targets and slot_gain(base_s, state, num_targets) < SLOT_GAIN:

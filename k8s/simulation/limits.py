@@ -6,12 +6,10 @@ The costs of a coordinator and of Redis are measured. The numbers of pods are th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.replicas.pool import QUIET_POLL_INTERVAL_S
-from k8s.simulation.manifests import ROOT
 from k8s.simulation.redis_costs import RedisCosts
 
 #: Processor time of a check, at either end (`coordinator.replicas.pool`).
@@ -37,13 +35,6 @@ class Resource:
     share: Callable[[Pods], float]
     """Used share at a load."""
     limit: float = 1.0
-
-
-def measured_coordinator_s_per_token() -> float:
-    """Return the processor time of a coordinator for a token with drafts, the newest of the suite `crowd`."""
-    rows = json.loads((ROOT / "bench" / "results" / "crowd.json").read_text())
-    costs = [row for row in rows if row["metric"] == "coordinator_cpu_us" and row["system"] == "specdec_gamma_4"]
-    return float(max(costs, key=lambda row: str(row["date"]))["value"]) * 1e-6
 
 
 def resources(costs: RedisCosts) -> list[Resource]:

@@ -12,7 +12,10 @@ from k8s.simulation.outcomes import Planner
 from k8s.simulation.pools import Workload
 from k8s.simulation.sizing import LLAMA_1B, LLAMA_8B, workload_of
 from k8s.simulation.traces import Trace
-from specdec.cli.planning.deployment import ExpectedLoad, best_deployment
+from specdec.cli.planning.deployment import (
+    ExpectedLoad,
+)
+from specdec.cli.planning.search import best_deployment
 
 SEED = 20
 #: Rate of the plan that the simulated systems begin with.

@@ -9,11 +9,14 @@ from functools import cache
 from coordinator.round.draft_deadline import LEAST_DEADLINE_S
 from k8s.simulation.admission import slots_per_target
 from k8s.simulation.cluster import Cluster
-from k8s.simulation.limits import measured_coordinator_s_per_token
 from k8s.simulation.pools import Workload
 from k8s.simulation.traces import steady
-from specdec.cli.planning.cards import PlacedModel, card_of
-from specdec.cli.planning.deployment import Deployment, ExpectedLoad, best_deployment
+from specdec.cli.planning.cards import CALLS, PlacedModel, card_of
+from specdec.cli.planning.deployment import (
+    Deployment,
+    ExpectedLoad,
+)
+from specdec.cli.planning.search import best_deployment
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.target import TargetSettings
 
@@ -26,7 +29,7 @@ _SEED = 20
 def workload_of(load: ExpectedLoad, alpha: float, deployment: Deployment) -> Workload:
     """Return the requests, models and costs of a planned system, with the defaults of the services."""
     return Workload(
-        load, alpha, deployment, measured_coordinator_s_per_token(),
+        load, alpha, deployment, CALLS.coordinator_s,
         prefill_budget_s=TargetSettings.model_fields["prefill_budget_ms"].default / 1e3,
         draft_deadline_s=LEAST_DEADLINE_S,
         slots_per_target=slots_per_target(deployment, load, alpha),
@@ -73,7 +76,7 @@ class SizedLoad:
 
     def _holds(self, plan: Deployment, num_targets: int, num_drafts: int) -> bool:
         workload = workload_of(self.load, self.alpha, plan)
-        replicas = {"target": num_targets, "draft": num_drafts, "coordinator": 2 * plan.num_coordinators(self.load)}
+        replicas = {"target": num_targets, "draft": num_drafts, "coordinator": plan.num_coordinators(self.load)}
         history = Cluster(workload, replicas, {}, {}, _SEED).run(steady(self.load.rate_per_s, SECONDS))
         late = [each for each in history.served if each.arrived_s >= FILLED_S]
         num_held = sum(each.ttft_s <= self.load.ttft_s and each.tpot_s <= self.load.tpot_s for each in late)

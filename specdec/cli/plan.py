@@ -25,12 +25,11 @@ from specdec.cli.planning.deployment import (
     PEAK_FACTOR,
     Deployment,
     ExpectedLoad,
-    best_deployment,
     formula_speedup,
-    lone_stream,
     placed,
 )
 from specdec.cli.planning.links import LINKS, link_of
+from specdec.cli.planning.search import best_deployment, lone_stream
 from specdec.cli.pool_tables import model_name, print_table
 from specdec.cli.request_flags import add_tls_flags, tls_of_flags
 from specdec.client import Client

@@ -66,8 +66,9 @@ BANDWIDTH_SHARE = 0.73
 FLOPS_SHARE = 0.5
 #: Time of the host before and after a step, in which the device waits.
 HOST_S = 0.0005
-#: The first two of one H100. The last is that of two CPU cores with simulated engines (`python -m bench planning`).
-CALLS = CallTimes(target_s=0.0017, draft_s=0.0019, opening_s=0.008)
+#: The first two of one H100. The last two are those of two CPU cores with simulated engines (`python -m bench planning`
+#: and `python -m bench crowd`).
+CALLS = CallTimes(target_s=0.0017, draft_s=0.0019, opening_s=0.008, coordinator_s=0.00023)
 #: Bytes of an activation that ranks add up, and sums of a layer: after attention and after the MLP.
 _ACTIVATION_BYTES, _SUMS_PER_LAYER = 2, 2
 #: Share of a card's memory for weights and KV cache; the rest is for activations, graphs and libraries.

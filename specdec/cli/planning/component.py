@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.planning.deployment import Deployment, ExpectedLoad, coordinator_cores, state_within_limits
+from specdec.cli.planning.deployment import (
+    Deployment,
+    ExpectedLoad,
+    coordinator_cores,
+)
+from specdec.cli.planning.search import state_within_limits
 from specdec.cli.planning.steady_state import SteadyState
 from specdec.contract.errors import InvalidRequest
 
@@ -49,7 +54,7 @@ def thresholds(load: ExpectedLoad, alpha: float, deployment: Deployment) -> dict
     """
     scaled, state = _scaled_load(load, alpha, deployment)
     root = math.sqrt(state.target_calls / deployment.num_targets)
-    streams = state.num_streams / coordinator_cores(scaled)
+    streams = state.num_streams / coordinator_cores(scaled, deployment.core_share)
     found = {
         "target": Threshold(root, 0, "specdec_calls_root", 0, "calls"),
         "coordinator": Threshold(streams, 1, "specdec_num_requests_running", 1, "streams"),

@@ -5,8 +5,9 @@ per second is followed by one of cs calls, and by one of a single call if none h
 exp(-cs): a step has cs + exp(-cs) calls on average. A call waits for the rest of a running step and takes part in the
 next one. A stream whose draft is faster than half a step comes back early in the step that followed its own, and waits
 for more than the half of it. A stream without a draft is in every step, because its target goes on by itself. The
-streams of one step of a target ask their drafts together. Requests arrive at random, so a request meets the mean number
-of others. `bench/suites/planning.py` compares these means with live processes.
+streams of one step of a target come back to the coordinators together, and each of these serves its share of them one
+by one; then they ask their drafts. Requests arrive at random, so a request meets the mean number of others.
+`bench/suites/planning.py` compares these means with live processes.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class CallTimes:
     """Messages of asking a draft replica."""
     opening_s: float
     """Time from a request's arrival until its first call."""
+    coordinator_s: float = 0.0
+    """Processor time of a coordinator for a token, in which its other streams wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +128,9 @@ def steady_state(
     draft: StepModel | None,
     num_targets: int,
     num_drafts: int,
+    num_coordinators: float = 1.0,
 ) -> SteadyState | None:
-    """Return the means of a system; None if requests arrive faster than the targets or the drafts can serve them.
+    """Return the means of a system; None if requests arrive faster than the replicas of a pool can serve them.
 
     Args:
         requests: what arrives.
@@ -135,17 +139,21 @@ def steady_state(
         draft: the draft; None if `requests.gamma` is 0.
         num_targets: target replicas.
         num_drafts: draft replicas; without a draft it does not matter.
+        num_coordinators: coordinators, each with one core. They delay the tokens of a stream without a draft, and not
+            its steps.
     """
     steps = _steps_of(requests, target, requests.rate_per_s / num_targets)
     if steps is None:
         return None
-    draft_busy = away_s = first_away_s = 0.0
+    draft_busy = away_s = first_away_s = turn_s = 0.0
     if draft is not None and requests.gamma:
         drafting = _drafting(requests, draft, steps, num_targets, num_drafts)
-        if drafting is None:
+        waited_s = _coordinator_wait_s(requests, calls, steps, num_coordinators)
+        if drafting is None or waited_s is None:
             return None
+        turn_s = waited_s
         draft_busy = drafting.busy_share
-        away_s = drafting.wait_s + requests.gamma * drafting.step_s + calls.draft_s
+        away_s = turn_s + drafting.wait_s + requests.gamma * drafting.step_s + calls.draft_s
         first_away_s = drafting.wait_s + drafting.first_s + calls.draft_s
     step = partial(_target_step_s, requests, target, 1 + steps.num_others)
     round_s = step(steps.num_prompts)
@@ -157,7 +165,7 @@ def steady_state(
     further_s = (requests.num_rounds - 1) * round_s
     tpot_s = further_s / (requests.output_tokens - 1) if requests.output_tokens > 1 else 0.0
     num_streams = requests.rate_per_s * (ttft_s + further_s)
-    in_draft = max(0.0, away_s - calls.draft_s) / round_s if requests.gamma else 0.0
+    in_draft = max(0.0, away_s - turn_s - calls.draft_s) / round_s if requests.gamma else 0.0
     in_target = 1.0 - (away_s + calls.target_s) / round_s if requests.gamma else 1.0
     return SteadyState(
         round_s, ttft_s, tpot_s, num_streams, steps.busy_share, draft_busy, in_target * num_streams,
@@ -224,6 +232,19 @@ def _steps_of(requests: Requests, target: StepModel, rate_per_s: float) -> _Step
     rest_s = (step_s + variance / step_s) / 2
     others = busy_share * step_s
     return _Steps(num_calls, step_s, busy_share, rest_s, others * calls_per_s, others * rate_per_s)
+
+
+def _coordinator_wait_s(requests: Requests, calls: CallTimes, steps: _Steps, num_coordinators: float) -> float | None:
+    """Return the mean time for which a stream waits for its coordinator; None if the coordinators cannot keep up.
+
+    The streams of a step arrive together, and each takes a fixed time: the wait is that of the queue M[X]/D/1.
+    """
+    round_s = calls.coordinator_s * requests.tokens_per_round
+    busy_share = requests.rate_per_s * requests.num_rounds * round_s / num_coordinators
+    if busy_share >= 1.0:
+        return None
+    others_s = steps.num_others / num_coordinators * round_s
+    return (others_s + busy_share * round_s) / 2 / (1.0 - busy_share)
 
 
 def _drafting(

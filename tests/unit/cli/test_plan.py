@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 from coordinator.admission import speeds
 from k8s.simulation.manifests import hpa_autoscalers, keda_autoscalers, quantity
 from specdec.cli.__main__ import run
-from specdec.cli.planning.cards import CARDS, MEMORY_SHARE, PlacedModel, card_of
+from specdec.cli.planning.cards import CALLS, CARDS, MEMORY_SHARE, PlacedModel, card_of
 from specdec.cli.planning.component import thresholds
 from specdec.cli.planning.deployment import (
     BASE_STREAMS,
@@ -21,13 +22,13 @@ from specdec.cli.planning.deployment import (
     SLOT_GAIN,
     ExpectedLoad,
     base_tpot_s,
-    best_deployment,
     formula_speedup,
-    lone_stream,
     placed,
     tokens_per_round,
 )
 from specdec.cli.planning.links import LINKS
+from specdec.cli.planning.search import best_deployment, lone_stream
+from specdec.cli.planning.steady_state import SteadyState, steady_state
 
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 _1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -73,11 +74,9 @@ def test_a_plan_holds_its_limits_and_costs_less_than_the_target_alone(
     assert found["num_streams"] == pytest.approx(20 * (found["ttft_s"] + 299 * found["tpot_s"]))
 
 
-def test_twice_the_load_needs_about_twice_the_targets_and_writes(
-    models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_twice_the_load_needs_about_twice_the_gpus_and_writes(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (plan(capsys, *words_of(models, rate=rate)) for rate in ("200", "400"))
-    assert two["replicas"]["target"] == pytest.approx(2 * one["replicas"]["target"], rel=0.1)
+    assert two["num_gpus"] == pytest.approx(2 * one["num_gpus"], rel=0.1)
     for found, rate in ((one, 200), (two, 400)):
         assert found["redis_writes_per_s"] == pytest.approx(rate * 300 / tokens_per_round(0.8, found["gamma"]))
 
@@ -129,6 +128,11 @@ def test_the_calculated_steps_are_those_of_the_measured_card() -> None:
     assert speculating == pytest.approx(189, rel=0.1)
 
 
+def target_alone(target: PlacedModel, num_targets: int, rate_per_s: float) -> SteadyState | None:
+    requests = ExpectedLoad(rate_per_s, 1000, 300, 1.0, 0.05).requests(0, 0.0)
+    return steady_state(requests, CALLS, target, None, num_targets, 0)
+
+
 def test_a_plan_leaves_room_for_peaks_and_for_the_slots_of_coordinators() -> None:
     target = PlacedModel("8B", 8_000_000_000, 32, 131_072, 16_000_000_000, CARDS["h100"], 1)
     for rate in (20, 50, 200):
@@ -138,9 +142,7 @@ def test_a_plan_leaves_room_for_peaks_and_for_the_slots_of_coordinators() -> Non
         assert fewer.num_targets <= found.num_targets
         # The line through its times per token with 16 streams and at the peak: what one stream more would gain there.
         num_streams = found.peak.num_streams / found.num_targets
-        base_s = base_tpot_s(
-            ExpectedLoad(rate, 1000, 300, 1.0, 0.05).requests(0, 0.0), target, None, found.num_targets, 0
-        )
+        base_s = base_tpot_s(partial(target_alone, target, found.num_targets), rate, found.num_targets)
         gain = speeds.stream_gain(base_s, found.peak.tpot_s, num_streams, num_streams)
         assert 1.0 > gain == pytest.approx(found.slot_gain, rel=0.05)
         assert found.slot_gain >= SLOT_GAIN

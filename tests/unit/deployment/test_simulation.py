@@ -242,6 +242,18 @@ def test_a_plan_has_at_most_a_tenth_more_gpus_than_the_smallest_simulated_system
     assert least <= planned <= 1.1 * least
 
 
+def test_the_simulated_time_per_token_is_that_of_the_plan_with_its_coordinators_and_not_with_one() -> None:
+    workload = llama_pair(20.0)
+    deployment, load = workload.deployment, workload.load
+    means = {}
+    for coordinators in (deployment.num_coordinators(load), 1):
+        pods = {"target": deployment.num_targets, "draft": deployment.num_drafts, "coordinator": coordinators}
+        history = Cluster(workload, pods, {}, {}, seed=5).run(steady(load.rate_per_s, 40.0))
+        means[coordinators] = sum(each.tpot_s for each in history.served) / len(history.served)
+    assert means[deployment.num_coordinators(load)] == pytest.approx(deployment.expected.tpot_s, rel=0.1)
+    assert means[1] > 1.5 * deployment.expected.tpot_s
+
+
 def test_streams_without_a_draft_are_in_every_step() -> None:
     """Little's law again: no stream waits for the rest of a step that has begun without it."""
     sized = SIZED_LOADS["8B, 15 ms"]

@@ -92,6 +92,24 @@ def test_a_draft_that_cannot_run_all_prompts_does_not_keep_up(share: float) -> N
     assert (steady_state(requests, CALLS, Steps(0.001, 0.0), DRAFT, 1, 1) is not None) == (share < 1)
 
 
+def with_coordinators(requests: Requests, number: float, num_targets: int = 1) -> SteadyState | None:
+    calls = replace(CALLS, coordinator_s=0.001)
+    return steady_state(requests, calls, TARGET, DRAFT if requests.gamma else None, num_targets, 1, number)
+
+
+def test_streams_of_a_step_wait_for_each_other_at_their_coordinators() -> None:
+    rounds_s = [found.round_s for number in (2, 4, 1e9) if (found := with_coordinators(REQUESTS, number))]
+    assert rounds_s[0] - rounds_s[2] > 2 * (rounds_s[1] - rounds_s[2]) > 0
+    assert rounds_s[2] == pytest.approx(state().round_s)
+
+
+def test_coordinators_that_cannot_keep_up_serve_no_load_with_drafts() -> None:
+    busy = REQUESTS.rate_per_s * 64 * 0.001  # of one core
+    assert with_coordinators(REQUESTS, busy * 1.01) is not None
+    assert with_coordinators(REQUESTS, busy * 0.99) is None
+    assert with_coordinators(replace(REQUESTS, rate_per_s=1.0, gamma=0, tokens_per_round=1.0), 0.01) is not None
+
+
 @pytest.mark.parametrize("gamma", [0, 4])
 @pytest.mark.parametrize("rate_per_s", [1.0, 3.0, 5.0])
 def test_the_means_are_those_of_a_simulation_of_every_call(rate_per_s: float, gamma: int) -> None:
