@@ -138,6 +138,10 @@ def test_other_differences_between_tokenizer_files_do_not_change_the_vocabulary(
     require_servable_pair({"--target": str(checkpoint), "--draft": str(other)})
 
 
+def test_a_system_without_a_model_of_its_own_has_no_pair_to_check() -> None:
+    assert require_servable_pair({}) == ""
+
+
 def test_the_error_for_an_unreadable_tokenizer_names_the_flag(checkpoint: Path, tmp_path: Path) -> None:
     other = with_text("tokenizer.json", "{")(copied(checkpoint, tmp_path / "copy"))
     with pytest.raises(InvalidRequest, match=r"--draft: model .* has an unreadable tokenizer"):

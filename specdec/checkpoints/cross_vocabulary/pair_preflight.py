@@ -25,7 +25,7 @@ def require_servable_pair(models: Mapping[str, str], *, elsewhere: Collection[st
     """Check that a target and a draft can be served, and that their vocabularies are equal or share tokens.
 
     Args:
-        models: model names by the command-line flags that named them, the target first. A target alone is allowed.
+        models: model names by the command-line flags that named them, the target first; one or none is allowed.
         elsewhere: flags of models that run in another engine; only their tokenizers are needed here.
 
     Returns:
@@ -43,8 +43,8 @@ def require_servable_pair(models: Mapping[str, str], *, elsewhere: Collection[st
     for flag, model in models.items():
         with naming_flag(flag):
             files[flag] = _vocabulary_files(locate_checkpoint(model, small_files_only=True))
-    first = next(iter(files.values()))
-    if first[0] and set(files.values()) == {first}:
+    kinds = set(files.values())
+    if len(kinds) <= 1 and all(tokenizer for tokenizer, *_ in kinds):
         return ""  # the services read the tokenizer themselves, and loading it here takes seconds
     loaded: dict[tuple[bytes, ...], PreTrainedTokenizerFast] = {}
     described: list[tuple[str, int]] = []
