@@ -10,9 +10,7 @@ from itertools import pairwise
 
 from k8s.simulation.cluster import History
 from k8s.simulation.pools import Workload
-from specdec.cli.planning.deployment import (
-    Deployment,
-)
+from specdec.cli.planning.deployment import Deployment
 from specdec.cli.planning.search import best_deployment
 
 #: Time for which a number of replicas may follow an earlier plan: two stabilisation windows, because the second replica

@@ -12,9 +12,7 @@ from k8s.simulation.outcomes import Planner
 from k8s.simulation.pools import Workload
 from k8s.simulation.sizing import LLAMA_1B, LLAMA_8B, workload_of
 from k8s.simulation.traces import Trace
-from specdec.cli.planning.deployment import (
-    ExpectedLoad,
-)
+from specdec.cli.planning.deployment import ExpectedLoad
 from specdec.cli.planning.search import best_deployment
 
 SEED = 20

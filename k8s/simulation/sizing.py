@@ -12,10 +12,7 @@ from k8s.simulation.cluster import Cluster
 from k8s.simulation.pools import Workload
 from k8s.simulation.traces import steady
 from specdec.cli.planning.cards import CALLS, PlacedModel, card_of
-from specdec.cli.planning.deployment import (
-    Deployment,
-    ExpectedLoad,
-)
+from specdec.cli.planning.deployment import Deployment, ExpectedLoad
 from specdec.cli.planning.search import best_deployment
 from specdec.settings.coordinator import CoordinatorSettings
 from specdec.settings.target import TargetSettings

@@ -21,13 +21,7 @@ from specdec.cli import Usage
 from specdec.cli.json_output import add_json_flag, print_json
 from specdec.cli.planning.cards import CARDS, Card, PlacedModel, card_of
 from specdec.cli.planning.component import thresholds, write_overlay
-from specdec.cli.planning.deployment import (
-    PEAK_FACTOR,
-    Deployment,
-    ExpectedLoad,
-    formula_speedup,
-    placed,
-)
+from specdec.cli.planning.deployment import PEAK_FACTOR, Deployment, ExpectedLoad, formula_speedup, placed
 from specdec.cli.planning.links import LINKS, link_of
 from specdec.cli.planning.search import best_deployment, lone_stream
 from specdec.cli.pool_tables import model_name, print_table

@@ -14,11 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.planning.deployment import (
-    Deployment,
-    ExpectedLoad,
-    coordinator_cores,
-)
+from specdec.cli.planning.deployment import Deployment, ExpectedLoad, coordinator_cores
 from specdec.cli.planning.search import state_within_limits
 from specdec.cli.planning.steady_state import SteadyState
 from specdec.contract.errors import InvalidRequest
