@@ -19,10 +19,9 @@ from one_machine import TransformersPeer, print_answer, with_system
 
 from bench.harness.report import progress, waiting
 from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET
-from specdec.checkpoints.locate import locate_checkpoint
 from specdec.cli.closing_line import closing_line, tokens_per_s
 from specdec.cli.terminal import TokenWriter, wants_colour
-from specdec.client import Client, SpecdecError
+from specdec.client import Client
 
 PROMPTS = (
     "def quicksort(items):\n",
@@ -50,11 +49,7 @@ def main() -> int:
         models = {model.name: model.path() for model in (QWEN_TARGET, QWEN_DRAFT)}
         for name, path in models.items():
             print(f"{name}: {path}", flush=True)
-        checkpoints = []
-        for name, path in models.items():
-            with waiting(f"converting {name} (minutes, the first time)"):
-                checkpoints.append(locate_checkpoint(path))
-    except (FileNotFoundError, SpecdecError) as error:
+    except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     ways = [Way("specdec, with the draft"), Way("specdec, alone"), Way("Transformers, with the draft"),
@@ -64,7 +59,7 @@ def main() -> int:
     target, draft = models.values()
     status = with_system(["--target", str(target), "--draft", str(draft)], partial(ask_specdec, ways[:2], prompts))
     if status == 0:
-        ask_transformers(*checkpoints, ways[2:], prompts)
+        ask_transformers(target, draft, ways[2:], prompts)
         status = print_table(ways)
     return status
 

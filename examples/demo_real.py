@@ -15,10 +15,9 @@ from one_machine import TransformersPeer, print_answer, with_system
 
 from bench.harness.report import waiting
 from bench.systems.real_models import SMOLLM2
-from specdec.checkpoints.locate import locate_checkpoint
 from specdec.cli.closing_line import closing_line, tokens_per_s
 from specdec.cli.terminal import TokenWriter, wants_colour
-from specdec.client import ChatMessage, Client, SpecdecError
+from specdec.client import ChatMessage, Client
 
 QUESTIONS = ("What is rain, in two sentences?", "And snow?", "Which of them is colder? 🌨️")
 MAX_NEW_TOKENS = 64
@@ -27,19 +26,18 @@ MAX_NEW_TOKENS = 64
 def main() -> int:
     try:
         model = SMOLLM2.path()
-        with waiting(f"converting {model.name} (the first time)"):
-            checkpoint = locate_checkpoint(model)
-        print("starting target and coordinator …", flush=True)
-    except (FileNotFoundError, SpecdecError) as error:
+    except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return with_system(["--target", str(model), "--replicas-draft", "0"], partial(show, checkpoint))
+    print("starting target and coordinator …", flush=True)
+    return with_system(["--target", str(model), "--replicas-draft", "0"], partial(show, model))
 
 
-def show(checkpoint: Path, endpoint: str) -> int:
+def show(model: Path, endpoint: str) -> int:
     """Hold a conversation of a few turns, each answered twice; return the exit code."""
     writer = TokenWriter(sys.stdout, coloured=wants_colour(sys.stdout, os.environ))
-    peer = TransformersPeer(checkpoint)
+    with waiting("loading the file in Transformers"):
+        peer = TransformersPeer(model)
     messages: list[ChatMessage] = []
     same, ours, theirs = True, [], []
     with Client(endpoint) as client:

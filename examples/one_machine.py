@@ -54,7 +54,7 @@ def print_answer(client: Client, writer: TokenWriter, prompt: str | None = None,
 
 
 class TransformersPeer:
-    """Checkpoints in Transformers, float32, in this process."""
+    """GGUF files in Transformers, float32, in this process."""
 
     def __init__(self, target: Path, draft: Path | None = None) -> None:
         """Load a model and, for assisted generation, its draft."""
@@ -66,7 +66,8 @@ class TransformersPeer:
         set_verbosity_error()
         self._torch = torch
         self._target, self._draft = (
-            path and AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (target, draft)
+            path and AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+            for path in (target, draft)
         )
 
     def answer(
