@@ -16,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_PACKAGES = 15
-MAX_BYTES = 60 * 1000**2
+#: Bytecode included; 14 MB are the demo's models and 19 are gRPC.
+MAX_BYTES = 62 * 1000**2
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
