@@ -7,10 +7,9 @@ drafts. `steady_state` has the times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 from specdec.cli.planning.cards import CALLS, PlacedModel
 from specdec.cli.planning.deployment import (
@@ -52,11 +51,16 @@ def best_deployment(load: ExpectedLoad, alpha: float, target: PlacedModel, draft
         InvalidRequest: no deployment holds the limits; the message names the one that fails and its least value.
     """
     _require_reachable(load, alpha, target, draft)
-    found = min(
-        _candidates(load, alpha, target, draft),
-        key=lambda each: (_cost_gpus(each, load), each.num_drafts, each.expected.tpot_s),
-        default=None,
-    )
+    usual_share, low_share = _CORE_SHARES
+
+    def cost(each: Deployment) -> tuple[float, ...]:
+        return _cost_gpus(each, load), each.num_drafts, each.expected.tpot_s
+
+    found = min(_candidates(load, alpha, target, draft, usual_share, _gammas(draft)), key=cost, default=None)
+    if draft is not None:  # with another share the best gamma is hardly ever another one
+        gammas = _gammas(draft) if found is None else (found.gamma,)
+        more = _candidates(load, alpha, target, draft, low_share, gammas)
+        found = min((*more, *filter(None, (found,))), key=cost, default=None)
     if found is None:
         raise InvalidRequest(
             "--tpot-ms and --ttft-ms leave no room for the load: raise one of them, or name a faster --gpu",
@@ -106,9 +110,14 @@ def _cost_gpus(deployment: Deployment, load: ExpectedLoad) -> float:
 
 
 def _candidates(
-    load: ExpectedLoad, alpha: float, target: PlacedModel, draft: PlacedModel | None
+    load: ExpectedLoad,
+    alpha: float,
+    target: PlacedModel,
+    draft: PlacedModel | None,
+    core_share: float,
+    gammas: Iterable[int],
 ) -> Iterator[Deployment]:
-    for gamma, core_share in product(_gammas(draft), _CORE_SHARES if draft else _CORE_SHARES[:1]):
+    for gamma in gammas:
         search = _Search(load, alpha, target, draft, gamma, core_share)
         yield from (search.deployment(*pool) for pool in search.pools())
 
