@@ -16,8 +16,8 @@ import pytest
 
 from bench.suites.peers.figures import first_difference
 from bench.systems.real_models import SMOLLM2
+from bench.systems.served import write_checkpoint
 from specdec import Client
-from specdec.checkpoints.locate import locate_checkpoint
 from specdec.client import Budgets
 from specdec.contract.errors import SpecdecError
 from tests.engines.conftest import DEMO, VllmServer
@@ -52,9 +52,11 @@ def test_greedy_text_is_the_servers_own(client: Client, vllm: VllmServer, prompt
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Iterator[VllmServer]:
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """A server of SmolLM2."""
-    server = VllmServer(locate_checkpoint(installed(SMOLLM2)))
+    checkpoint = tmp_path_factory.mktemp("smollm2") / "float32"
+    write_checkpoint(installed(SMOLLM2), checkpoint, "float32")
+    server = VllmServer(checkpoint)
     server.start()
     yield server
     server.kill()

@@ -4,6 +4,7 @@
 llama.cpp in the target, next to llama.cpp's server.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from bench.systems.http_servers import LlamaServer, VllmServer
 from bench.systems.models import DEMO
 from bench.systems.process import PeerServer, Run
 from bench.systems.real_models import QWEN_DRAFT, QWEN_TARGET, SMOLLM2
-from bench.systems.served import LLAMA, VLLM, peer_program, prompts_of
+from bench.systems.served import LLAMA, VLLM, peer_program, prompts_of, write_checkpoint
 from bench.systems.specdec_server import SpecdecServer
 from specdec.checkpoints.locate import locate_checkpoint
 
@@ -39,7 +40,10 @@ def front_rows(make_row: Callable[..., Row], run: Run, peers: Path, quick: bool)
         partial(make_row, case=f"{name} through vllm, one stream") for name in ("demo pair", "SmolLM2")
     )
     rows = _model_rows(of_demo, run, python, DEMO / "target", DEMO / "draft", quick)
-    return rows + _model_rows(of_smollm2, run, python, locate_checkpoint(SMOLLM2.path()), None, quick)
+    with tempfile.TemporaryDirectory(prefix="specdec-bench-") as folder:
+        checkpoint = Path(folder) / "float32"
+        write_checkpoint(SMOLLM2.path(), checkpoint, "float32")
+        return rows + _model_rows(of_smollm2, run, python, checkpoint, None, quick)
 
 
 def _model_rows(
