@@ -92,9 +92,9 @@ def test_a_draft_that_cannot_run_all_prompts_does_not_keep_up(share: float) -> N
     assert (steady_state(requests, CALLS, Steps(0.001, 0.0), DRAFT, 1, 1) is not None) == (share < 1)
 
 
-def with_coordinators(requests: Requests, number: float, num_targets: int = 1) -> SteadyState | None:
+def with_coordinators(requests: Requests, number: float) -> SteadyState | None:
     calls = replace(CALLS, coordinator_s=0.001)
-    return steady_state(requests, calls, TARGET, DRAFT if requests.gamma else None, num_targets, 1, number)
+    return steady_state(requests, calls, TARGET, DRAFT if requests.gamma else None, 1, 1, number)
 
 
 def test_streams_of_a_step_wait_for_each_other_at_their_coordinators() -> None:
