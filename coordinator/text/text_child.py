@@ -5,7 +5,7 @@ machine, but a template may still loop forever or turn one line into gigabytes, 
 outside. In this process a timer ends the work, and its memory is limited. The cost is a process of 60 MB, a second at
 the first conversation, and the round trip of a pipe for each one.
 
-`text_process` runs this file and exchanges messages with it. A message is a length followed by JSON.
+`text_process` runs this module and exchanges messages with it. A message is a length followed by JSON.
 """
 
 from __future__ import annotations
@@ -184,9 +184,6 @@ def _answer(setting: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str,
 
 
 def main() -> None:
-    checkout = str(Path(__file__).resolve().parents[2])
-    if checkout not in sys.path:  # the package is not installed
-        sys.path.append(checkout)
     with suppress(OSError):  # when memory runs out, the kernel kills this process and not the coordinator
         Path("/proc/self/oom_score_adj").write_text("1000")
     requests, answers = sys.stdin.buffer, sys.stdout.buffer

@@ -1,12 +1,14 @@
 """Starts `text_child`, sends it requests, and kills it when the caller gives up.
 
 The child answers one request at a time. A conversation that makes the template slow delays other conversations, for at
-most the time limit of a template, and never delays streams. `tokenizer` makes the requests.
+most the time limit of a template, and never delays streams. Children are forked from a process that has imported what
+they use, so a killed child is replaced in milliseconds. `tokenizer` and `constraints` make the requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import signal
 import subprocess
@@ -17,13 +19,19 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from coordinator.text.text_child import CONSTRAINT_CPU_S, TEMPLATE_CPU_S, read_message, write_message
 from specdec.contract.errors import InvalidRequest, Unavailable
+from specdec.supervision.process_template import Command, ForkedProcess, Streams, TemplateFailed, shared_template
+from specdec.supervision.service_process import python_path
 
-_CHILD = Path(__file__).with_name("text_child.py")
+_CHILD = "coordinator.text.text_child"
+#: Modules that the children use, which take a second to import. All children of this process share one import.
+_PRELOADED = (
+    "coordinator.text.message_forms", "specdec.structured.admission", "transformers.tokenization_utils_tokenizers",
+    "transformers.utils.chat_template_utils",
+)  # fmt: skip
 #: The child is ended after a text of more characters than this, because its memory has grown by hundreds of bytes a
 #: character.
 _LARGE_TEXT_CHARACTERS = 1 << 20
@@ -53,6 +61,9 @@ class GivenUp(Exception):
     """The call that needed the result is over, so no caller sees this error."""
 
 
+_Child = subprocess.Popen[bytes] | ForkedProcess
+
+
 class TextProcess:
     """Starts the child at the first request, and again after it was ended. Safe to share between threads."""
 
@@ -63,7 +74,7 @@ class TextProcess:
         """
         self._setting = setting
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Child | None = None
         self._finalizer: weakref.finalize[..., TextProcess] | None = None
         self._was_killed = False
         """True if another process, or the kernel for want of memory, killed the child before its last answer."""
@@ -113,8 +124,8 @@ class TextProcess:
         _check(given_up)
         answer, self._was_killed = None, False
         try:
-            process = self._live_process() or self._start()
-            assert process.stdin is not None  # `Popen` opened both
+            process = self._live_process() or self._start(given_up)
+            assert process.stdin is not None  # `_start` opened both
             assert process.stdout is not None
             write_message(process.stdin, request)
             waiting = select.poll()  # select.select would refuse descriptors above 1024
@@ -139,26 +150,27 @@ class TextProcess:
         except subprocess.TimeoutExpired:
             return False
 
-    def _live_process(self) -> subprocess.Popen[bytes] | None:
+    def _live_process(self) -> _Child | None:
         """Return the child if it still runs; another process may have killed it since the last answer."""
         if self._process is not None and self._process.poll() is not None:
             self._end()
         return self._process
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, given_up: threading.Event) -> _Child:
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(_CHILD)],
+            process = _forked(given_up) or subprocess.Popen(
+                [sys.executable, "-P", "-m", _CHILD],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # a panic of the tokenizer prints several lines
+                env=_environ(),
                 start_new_session=True,  # Ctrl-C must reach only the coordinator, which ends the child
             )
         except OSError as error:
             raise Unavailable(f"the tokenizer's process cannot be started: {error.strerror}") from error
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
-        assert process.stdin is not None  # `Popen` opened it
+        assert process.stdin is not None  # `Popen` and `_forked` opened it
         write_message(process.stdin, {**self._setting, "template_cpu_s": TEMPLATE_CPU_S})
         return process
 
@@ -179,7 +191,41 @@ def _checked_compilation(answer: Any, field: str) -> Any:
     return answer
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _forked(given_up: threading.Event) -> ForkedProcess | None:
+    """Return a child from the template of processes; None if a plain process must be started."""
+    template = shared_template(_PRELOADED, _environ())
+    if template is None:
+        return None
+    while not template.is_ready:
+        _check(given_up)
+        given_up.wait(_NOTICE_S)
+    theirs_in, ours_in = _pipe()
+    ours_out, theirs_out = _pipe()
+    with theirs_in, theirs_out, open(os.devnull, "wb") as nothing:
+        try:
+            process = template.start(
+                Command(_CHILD, [], _environ(), own_session=True), Streams(theirs_in, theirs_out, nothing)
+            )
+        except TemplateFailed:
+            ours_in.close()
+            ours_out.close()
+            return None
+    process.stdin, process.stdout = ours_in, ours_out
+    return process
+
+
+def _pipe() -> tuple[IO[bytes], IO[bytes]]:
+    """Return the two ends of a pipe, the one to read first."""
+    reader, writer = os.pipe()
+    return open(reader, "rb"), open(writer, "wb")
+
+
+def _environ() -> dict[str, str]:
+    """Return the environment of a child. NumPy would start threads, which a template must not have."""
+    return {**os.environ, "PYTHONPATH": python_path(os.environ), "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _end(process: _Child) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

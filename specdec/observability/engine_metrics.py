@@ -15,7 +15,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from specdec.contract.engine_api import EngineInfo, EngineStats
-from specdec.core.restore_rule import RestoreRule
 from specdec.observability.engine_state import EngineState, LoadClock
 from specdec.observability.series import BATCH_SIZE, LATENCY_S, MASK_S, PREFIX, ServiceSeries
 
@@ -37,13 +36,22 @@ class _Tally(Protocol):
     def replay_s_per_run(self) -> float: ...
 
 
+class _Rule(Protocol):
+    """The part of `specdec.core.restore_rule.RestoreRule` that is read here."""
+
+    @property
+    def latency_s(self) -> float: ...
+    @property
+    def bytes_per_s(self) -> float: ...
+
+
 class MeasuredTier(Protocol):
     """The part of `specdec.state.kv_tier.KvTier` that is measured."""
 
     @property
     def tally(self) -> _Tally: ...
     @property
-    def rule(self) -> RestoreRule: ...
+    def rule(self) -> _Rule: ...
 
 
 class KvTierCollector(Collector):

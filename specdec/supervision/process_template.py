@@ -12,7 +12,7 @@ The template forks twice, and its caller adopts the second process (PR_SET_CHILD
 code from the kernel, also when the template is gone. Linux only. The template must not have threads, because a fork
 copies only one, and nothing that it imports may use a GPU, because CUDA does not survive a fork.
 
-Called by `service_process` and, for tests, by `tests.support.process_template`.
+Called by `service_process`, by `coordinator.text.text_process` for its children, and by `tests.support`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class ForkedProcess:
         """`pid`: of a child of this process that has not been waited for."""
         self.pid = pid
         self.returncode: int | None = None
-        self.stdin: IO[str] | None = None
-        self.stdout: IO[str] | None = None
+        self.stdin: IO[Any] | None = None
+        self.stdout: IO[Any] | None = None
         self._lock = threading.Lock()
         self._ended = os.pidfd_open(pid)
 
@@ -166,6 +166,11 @@ class ProcessTemplate:
                 self._is_ready = True
             return self._is_ready
 
+    @property
+    def is_alive(self) -> bool:
+        """False once the template has ended or was given up."""
+        return self._process.poll() is None
+
     def start(self, command: Command, streams: Streams) -> ForkedProcess:
         """Start a process. Wait for the template's imports if they have not ended.
 
@@ -175,7 +180,7 @@ class ProcessTemplate:
         """
         request = _Request(**{**asdict(command), "cwd": os.getcwd(), "parent": os.getpid()})
         content = json.dumps(asdict(request)).encode()
-        with self._lock, _adopting_children():
+        with self._lock, _adoption:
             try:
                 if not self._is_ready:
                     self._control.recv(64)
@@ -199,15 +204,52 @@ class ProcessTemplate:
             self._process.wait()
 
 
-@contextlib.contextmanager
-def _adopting_children() -> Any:
-    """Make this process the parent of orphans among its descendants, for as long as the context is open."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+def shared_template(
+    preloaded: tuple[str, ...], environ: Mapping[str, str], *, options: tuple[str, ...] = ("-P",)
+) -> ProcessTemplate | None:
+    """Return this process's own template of these modules, made at the first call and again after it has ended.
+
+    None where a plain process must be started: not on Linux, or for an environment that is not the template's.
+
+    Args:
+        preloaded: modules to import.
+        environ: environment of the process to start.
+        options: of the interpreter, see `ProcessTemplate`.
+    """
+    if sys.platform != "linux":
+        return None
+    with _shared_lock:
+        template = _shared.get((preloaded, options))
+        if template is None or not template.is_alive:
+            template = _shared[preloaded, options] = ProcessTemplate(preloaded, environ, options=options)
+    return template if template.fits(environ) else None
+
+
+_shared: dict[tuple[tuple[str, ...], tuple[str, ...]], ProcessTemplate] = {}
+_shared_lock = threading.Lock()
+
+
+class _Adoption:
+    """Makes this process the parent of orphans among its descendants while any thread is within the context."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_within = 0
+
+    def __enter__(self) -> None:
+        self._add(1)
+
+    def __exit__(self, *_: object) -> None:
+        self._add(-1)
+
+    def _add(self, change: int) -> None:
+        with self._lock:
+            self._num_within += change
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(self._num_within > 0), 0, 0, 0)
+
+
+#: One for all templates: the kernel keeps one answer for the whole process.
+_adoption = _Adoption()
 
 
 def _read_early(environ: Mapping[str, str]) -> dict[str, str]:

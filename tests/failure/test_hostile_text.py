@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -109,6 +110,18 @@ def test_a_text_process_killed_from_outside_is_restarted_without_an_error(tmp_pa
     assert process is not None
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert tokenizer.encode_chat(HELLO) == expected
+
+
+def test_text_is_processed_after_the_template_of_text_processes_was_killed(tmp_path: Path) -> None:
+    tokenizer = ServedTokenizer(save(tmp_path))
+    expected = tokenizer.encode_chat(HELLO)
+    others = [child for child in psutil.Process().children() if "process_template" in " ".join(child.cmdline())]
+    assert others
+    for other in others:
+        other.kill()
+    assert tokenizer.encode_chat(HELLO) == expected  # the child outlives it
+    tokenizer._templates.close()
     assert tokenizer.encode_chat(HELLO) == expected
 
 

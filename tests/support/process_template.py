@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
 
-from specdec.supervision.process_template import Command, ForkedProcess, ProcessTemplate, Streams
+from specdec.supervision.process_template import Command, ForkedProcess, Streams, shared_template
 
 __all__ = ["ENVIRON", "ForkedProcess", "Streams", "run_like", "start_like", "start_process"]
 
@@ -39,8 +39,6 @@ _PRELOADED = {
 #: Added to the environment of services by the tests that start them: the same everywhere, so that they share templates.
 ENVIRON = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
-_made: dict[tuple[str, ...], ProcessTemplate] = {}
-
 
 def start_like(
     module: str, arguments: Sequence[str], environ: Mapping[str, str], streams: Streams
@@ -55,7 +53,8 @@ def start_like(
         environ: its whole environment.
         streams: its stdin, stdout and stderr.
     """
-    template = _template_of(module, environ)
+    preloaded = _PRELOADED.get(module)
+    template = shared_template(preloaded, environ, options=()) if preloaded else None
     if template is not None:
         return template.start(Command(module, arguments, environ), streams)
     return start_process([sys.executable, "-m", module, *arguments], environ, streams)
@@ -85,12 +84,3 @@ def start_process(command: Sequence[str], environ: Mapping[str, str], streams: S
     """Start a plain process."""
     stdin, stdout, stderr = streams
     return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env=dict(environ))
-
-
-def _template_of(module: str, environ: Mapping[str, str]) -> ProcessTemplate | None:
-    preloaded = _PRELOADED.get(module)
-    if preloaded is None or sys.platform != "linux":
-        return None
-    if preloaded not in _made:
-        _made[preloaded] = ProcessTemplate(preloaded, environ, options=())
-    return _made[preloaded] if _made[preloaded].fits(environ) else None

@@ -9,13 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
 from specdec.supervision import process_template
-from specdec.supervision.process_template import Command, ForkedProcess, ProcessTemplate, Streams, TemplateFailed
+from specdec.supervision.process_template import (
+    Command,
+    ForkedProcess,
+    ProcessTemplate,
+    Streams,
+    TemplateFailed,
+    shared_template,
+)
 from tests.support.stack import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates need Linux")
@@ -103,6 +111,34 @@ def test_a_template_that_hangs_is_given_up_for_good(tmp_path: Path, monkeypatch:
             template.resume()
     hung.close()
     assert (tmp_path / "log").read_text() == ""
+
+
+def test_templates_in_several_threads_do_not_take_each_other_s_children_away() -> None:
+    """The kernel keeps one answer for the whole process to who adopts orphans."""
+    templates = [ProcessTemplate(["json"], ENVIRON, options=()) for _ in range(2)]
+
+    def ends(template: ProcessTemplate) -> list[int]:
+        with open(os.devnull, "r+b") as nothing:
+            streams = Streams(nothing, nothing, nothing)
+            return [template.start(Command("this", [], ENVIRON), streams).wait(60.0) for _ in range(40)]
+
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(ends, templates)) == [[0] * 40, [0] * 40]
+    for template in templates:
+        template.close()
+
+
+def test_a_shared_template_is_made_once_and_again_after_its_end() -> None:
+    first = shared_template(("json",), ENVIRON)
+    assert first is not None
+    assert shared_template(("json",), ENVIRON | {"SPECDEC_LOG_LEVEL": "debug"}) is first
+    assert shared_template(("json",), ENVIRON | {"OMP_NUM_THREADS": "64"}) is None
+    first.close()
+    again = shared_template(("json",), ENVIRON)
+    assert again is not None
+    assert again is not first
+    assert again.is_alive
+    again.close()
 
 
 def test_an_environment_that_imports_may_read_does_not_fit(template: ProcessTemplate) -> None:
