@@ -206,7 +206,7 @@ def _forked(given_up: threading.Event) -> ForkedProcess | None:
             process = template.start(
                 Command(_CHILD, [], _environ(), own_session=True), Streams(theirs_in, theirs_out, nothing)
             )
-        except TemplateFailed:
+        except (TemplateFailed, OSError):  # an old kernel has no descriptors of processes
             ours_in.close()
             ours_out.close()
             return None
