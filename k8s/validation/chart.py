@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from .documents import Document, Problem
-from .rendering import RenderingError
+from .rendering import TOOL_ENVIRONMENT, RenderingError
 from .schemas import KUBERNETES_VERSIONS
 
 CHART = Path("k8s") / "chart"
@@ -43,9 +43,8 @@ def render_chart(root: Path, helm: Path, *arguments: str) -> list[Document]:
         RenderingError: helm refuses the values, or a template does not render; the problem has helm's words.
     """
     command = [str(helm), "template", "specdec", str(root / CHART), "--namespace", NAMESPACE]
-    run = subprocess.run(
-        [*command, "--kube-version", KUBERNETES_VERSIONS[0], *arguments], capture_output=True, text=True
-    )
+    command += ["--kube-version", KUBERNETES_VERSIONS[0], *arguments]
+    run = subprocess.run(command, env=TOOL_ENVIRONMENT, capture_output=True, text=True)
     if run.returncode:
         raise RenderingError(Problem((CHART / "templates").as_posix(), "", "", " ".join(run.stderr.split())))
     return [document for part in _SEPARATOR.split(run.stdout) for document in _documents(part)]

@@ -21,6 +21,10 @@ from .documents import Document, Problem
 
 _ORIGIN = "config.kubernetes.io/origin"
 
+#: Environment of kubectl and helm. They are started in threads, while `service_settings` changes this process's own in
+#: another one: a program that inherited it would fail with "Bad address" now and then.
+TOOL_ENVIRONMENT = dict(os.environ)
+
 
 class RenderingError(Exception):
     """An overlay does not render; `problem` says why."""
@@ -33,7 +37,8 @@ class RenderingError(Exception):
 def render(overlay: Overlay, root: Path, kubectl: Path) -> list[Document]:
     """Return the documents that `kubectl apply -k` would send. Raises RenderingError."""
     with _wrapped(overlay) as folder:
-        run = subprocess.run([str(kubectl), "kustomize", str(folder)], capture_output=True, text=True)
+        command = [str(kubectl), "kustomize", str(folder)]
+        run = subprocess.run(command, env=TOOL_ENVIRONMENT, capture_output=True, text=True)
         if run.returncode:
             message = " ".join(run.stderr.split()).replace(str(folder), overlay.name)
             raise RenderingError(Problem(f"{overlay.name}/{KUSTOMIZATION}", "Kustomization", "", message))

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from k8s.validate import TOOLS
+from k8s.validation.chart import render_chart
 from k8s.validation.checks import Surroundings, document_problems
 from k8s.validation.compose import compose_problems, compose_services
 from k8s.validation.compositions import Overlay as Rendered
@@ -135,6 +136,21 @@ def test_an_overlay_that_does_not_render_is_named_with_the_reason(tmp_path: Path
         render(overlay, tmp_path, KUBECTL)
     assert caught.value.problem.file == "k8s/base/kustomization.yaml"
     assert "draft.yaml" in caught.value.problem.message
+
+
+@pytest.mark.parametrize("as_chart", [False, True])
+def test_a_renderer_does_not_see_variables_that_settings_are_read_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_chart: bool
+) -> None:
+    """It may be started while another thread changes them, which exec does not survive."""
+    tool = tmp_path / "tool"
+    shown = 'printf "# Source: specdec/templates/seen.yaml\\nkind: ConfigMap\\nmetadata: {name: n$SPECDEC_SEEN}\\n"'
+    tool.write_text(f"#!/bin/sh\n{shown}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("SPECDEC_SEEN", "seen")
+    overlay = next(overlay for overlay in find_overlays(ROOT) if overlay.name == "k8s/base")
+    (document,) = render_chart(ROOT, tool) if as_chart else render(overlay, ROOT, tool)
+    assert document.body["metadata"]["name"] == "n"
 
 
 @needs_kubectl
