@@ -268,7 +268,8 @@ def _print(plan: Plan, environ: Mapping[str, str]) -> None:
     print()
     for warning in report["warnings"]:
         print(f"warning: {warning}")
-    print(f"Calculated from the data sheet of {chosen.target.card.name}, not measured; alpha is {plan.alpha_source}.")
+    alpha = f"; alpha is {plan.alpha_source}" if plan.alpha else ""
+    print(f"Calculated from the data sheet of {chosen.target.card.name}, not measured{alpha}.")
 
 
 def _pool_row(name: str, count: int, model: PlacedModel, busy_share: float) -> list[str]:
