@@ -45,7 +45,7 @@ def _pair_rows(suite: str, case: str, target: Path, draft: Path, quick: bool) ->
         for sampling, options in SAMPLING.items():
             systems = {
                 DRAFTED: partial(drafted.run, max_new_tokens=num_tokens, gamma=GAMMA, **options),
-                ALONE: partial(alone.run, max_new_tokens=num_tokens, mode="off", **options),
+                ALONE: partial(alone.run, max_new_tokens=num_tokens, **(options | {"mode": "off"})),
             }
             runs: dict[str, list[SystemRun]] = take_turns(f"{case}, {sampling}", systems, prompts[:-1], prompts[-1:])
             row = partial(Row, suite=suite, case=f"{case}, {sampling}", origin=Origin(), quick=quick)
