@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,8 @@ from typing import IO, Any, TypeVar
 
 from coordinator.text.text_child import CONSTRAINT_CPU_S, TEMPLATE_CPU_S, read_message, write_message
 from specdec.contract.errors import InvalidRequest, Unavailable
-from specdec.supervision.process_template import Command, ForkedProcess, Streams, TemplateFailed, shared_template
+from specdec.supervision.forked_process import ForkedProcess
+from specdec.supervision.process_template import Command, Streams, TemplateFailed, shared_template
 from specdec.supervision.service_process import python_path
 
 _CHILD = "coordinator.text.text_child"
@@ -41,6 +43,8 @@ _NOTICE_S = 0.05
 #: Time for which the answer to a constraint is awaited after its call was given up. Its compilation has a limit, and a
 #: new child would have to build its table of tokens again, for which the next constraint would wait.
 _PATIENCE_S = 2.0
+#: Time for which the import of the template of processes is awaited before a plain process is started instead.
+_IMPORT_PATIENCE_S = 5.0
 #: Threads that wait for a child. The event loop's own are few, and other work of requests needs them.
 _THREADS = ThreadPoolExecutor(64, thread_name_prefix="specdec-text")
 
@@ -196,7 +200,10 @@ def _forked(given_up: threading.Event) -> ForkedProcess | None:
     template = shared_template(_PRELOADED, _environ())
     if template is None:
         return None
+    until_s = time.monotonic() + _IMPORT_PATIENCE_S
     while not template.is_ready:
+        if time.monotonic() > until_s:
+            return None
         _check(given_up)
         given_up.wait(_NOTICE_S)
     theirs_in, ours_in = _pipe()
@@ -206,7 +213,7 @@ def _forked(given_up: threading.Event) -> ForkedProcess | None:
             process = template.start(
                 Command(_CHILD, [], _environ(), own_session=True), Streams(theirs_in, theirs_out, nothing)
             )
-        except (TemplateFailed, OSError):  # an old kernel has no descriptors of processes
+        except TemplateFailed:
             ours_in.close()
             ours_out.close()
             return None

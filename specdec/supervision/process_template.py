@@ -31,10 +31,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from specdec.supervision.forked_process import ForkedProcess
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_REQUEST_BYTES = 1 << 17
@@ -45,7 +48,7 @@ _READY = b"ready"
 #: Time after which a template that has not imported everything is given up.
 _IMPORT_S = 60.0
 #: Time after which a template that does not answer a request is given up; a fork takes milliseconds.
-_ANSWER_S = 10.0
+_ANSWER_S = 3.0
 
 #: Variables that a service reads after its imports. Others may change what an import does.
 _READ_LATE = ("SPECDEC_", "PYTEST_")
@@ -73,52 +76,6 @@ class Command:
     """True for a process in a session of its own, which Ctrl-C does not reach."""
 
 
-class ForkedProcess:
-    """A child process, with the methods of `subprocess.Popen` that its callers use. Any thread may use it."""
-
-    def __init__(self, pid: int) -> None:
-        """`pid`: of a child of this process that has not been waited for."""
-        self.pid = pid
-        self.returncode: int | None = None
-        self.stdin: IO[Any] | None = None
-        self.stdout: IO[Any] | None = None
-        self._lock = threading.Lock()
-        self._ended = os.pidfd_open(pid)
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0.0)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code. Raises subprocess.TimeoutExpired if the process still runs."""
-        with self._lock:
-            if self.returncode is not None:
-                return self.returncode
-        waiting = select.poll()
-        waiting.register(self._ended, select.POLLIN)
-        if not waiting.poll(None if timeout is None else timeout * 1000):
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-        with self._lock:
-            if self.returncode is None:
-                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-                os.close(self._ended)
-            return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal; no effect once the process has been waited for."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 class TemplateFailed(Exception):
     """The template cannot start a process; a plain one can be started instead."""
 
@@ -139,6 +96,10 @@ class ProcessTemplate:
         self._read_early = _read_early(environ)
         self._lock = threading.Lock()
         self._is_ready = False
+        self._given_up_s = time.monotonic() + _IMPORT_S
+        self._is_given_up = False
+        self.has_started = False
+        """True once it has started a process."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_IMPORT_S)
         command = [sys.executable, *options, "-m", __name__, str(theirs.fileno()), *preloaded, _COMMAND_BYTES * " "]
@@ -146,6 +107,7 @@ class ProcessTemplate:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 env=self._read_early,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -158,28 +120,37 @@ class ProcessTemplate:
 
     @property
     def is_ready(self) -> bool:
-        """True once the imports have ended, or the template has."""
+        """True once the imports have ended, or the template has. One that imports for too long is ended."""
+        if self._is_ready:
+            return True
         with self._lock:
-            if not self._is_ready and select.select([self._control], [], [], 0.0)[0]:
-                with contextlib.suppress(OSError):
-                    self._control.recv(64)  # its word that it is ready
-                self._is_ready = True
+            if not self._is_ready:
+                if time.monotonic() > self._given_up_s:
+                    self._give_up()
+                waiting = select.poll()  # select.select would refuse descriptors above 1024
+                waiting.register(self._control, select.POLLIN)
+                if waiting.poll(0):
+                    with contextlib.suppress(OSError):
+                        self._control.recv(64)  # its word that it is ready
+                    self._is_ready = True
             return self._is_ready
 
     @property
     def is_alive(self) -> bool:
         """False once the template has ended or was given up."""
-        return self._process.poll() is None
+        return not self._is_given_up and self._process.poll() is None
 
     def start(self, command: Command, streams: Streams) -> ForkedProcess:
         """Start a process. Wait for the template's imports if they have not ended.
 
         Raises:
             TemplateFailed: the template has ended, or does not answer. It is ended then, because a late answer would be
-                taken for that of the next request.
+                taken for that of the next request. Or the request is too long.
         """
         request = _Request(**{**asdict(command), "cwd": os.getcwd(), "parent": os.getpid()})
         content = json.dumps(asdict(request)).encode()
+        if len(content) > _MAX_REQUEST_BYTES:
+            raise TemplateFailed(f"arguments and environment take {len(content)} bytes, more than a template reads")
         with self._lock, _adoption:
             try:
                 if not self._is_ready:
@@ -189,17 +160,31 @@ class ProcessTemplate:
                 socket.send_fds(self._control, [content], [stream.fileno() for stream in streams])
                 answer = self._control.recv(64)
             except OSError as error:
-                self._process.kill()
+                self._give_up()
                 raise TemplateFailed(str(error)) from error
             if not answer or not int(answer):
-                self._process.kill()
+                self._give_up()
                 raise TemplateFailed("the template of processes has ended, or its children are not adopted")
-            return ForkedProcess(int(answer))
+            try:
+                process = ForkedProcess(int(answer))
+            except OSError as error:  # no descriptor is left, or the kernel has none of processes
+                os.kill(int(answer), signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(int(answer), 0)
+                raise TemplateFailed(str(error)) from error
+            self.has_started = True
+            return process
+
+    def _give_up(self) -> None:
+        self._is_given_up = True
+        self._process.kill()
 
     def close(self) -> None:
         """End the template, also while it imports; its processes go on. Idempotent."""
+        atexit.unregister(self.close)
         self._process.kill()
         with self._lock:
+            self._is_ready = True  # nobody waits for it any more
             self._control.close()
             self._process.wait()
 
@@ -209,7 +194,8 @@ def shared_template(
 ) -> ProcessTemplate | None:
     """Return this process's own template of these modules, made at the first call and again after it has ended.
 
-    None where a plain process must be started: not on Linux, or for an environment that is not the template's.
+    None where a plain process must be started: not on Linux, for an environment that is not the template's, or once a
+    template has ended without having started anything.
 
     Args:
         preloaded: modules to import.
@@ -220,6 +206,10 @@ def shared_template(
         return None
     with _shared_lock:
         template = _shared.get((preloaded, options))
+        if template is not None and not template.is_alive:
+            template.close()
+            if not template.has_started:
+                return None
         if template is None or not template.is_alive:
             template = _shared[preloaded, options] = ProcessTemplate(preloaded, environ, options=options)
     return template if template.fits(environ) else None
@@ -282,7 +272,11 @@ def _serve(control: socket.socket) -> _Request | None:
         between = os.fork()
         if between == 0:
             between = os.getpid()
-            if os.fork() != 0:
+            try:
+                if os.fork() != 0:
+                    os._exit(0)
+            except OSError:  # a limit of processes
+                control.send(b"0")
                 os._exit(0)
             _await_adoption(between)
             is_adopted = os.getppid() == request.parent
@@ -291,7 +285,8 @@ def _serve(control: socket.socket) -> _Request | None:
             if not is_adopted:
                 os._exit(0)
             return request
-        os.waitpid(between, 0)
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
+            os.waitpid(between, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -309,7 +304,8 @@ def _become(request: _Request) -> None:
     for number, stream in enumerate(request.descriptors):
         os.dup2(stream, number)
         os.close(stream)
-    os.chdir(request.cwd)
+    if os.getcwd() != request.cwd:  # a folder that this process is in already may be one that it cannot enter
+        os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.environ)
     sys.argv[1:] = request.arguments

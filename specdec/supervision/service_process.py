@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO
 
 import specdec
-from specdec.supervision.process_template import Command, ForkedProcess, ProcessTemplate, Streams, TemplateFailed
+from specdec.supervision.forked_process import ForkedProcess
+from specdec.supervision.process_template import Command, ProcessTemplate, Streams, TemplateFailed
 
 _CHILD = "specdec.supervision.child"
 

@@ -28,6 +28,7 @@ from specdec.contract.errors import InvalidRequest
 from specdec.contract.types import Mode
 from specdec.rpc.service_server import COORDINATOR_SERVICE, ServiceServer
 from specdec.rpc.status_mapping import from_rpc_error
+from specdec.supervision.process_template import ProcessTemplate
 from specdec.v1 import coordinator_pb2
 from specdec.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.coordinator_rig import Rig
@@ -123,6 +124,16 @@ def test_text_is_processed_after_the_template_of_text_processes_was_killed(tmp_p
     assert tokenizer.encode_chat(HELLO) == expected  # the child outlives it
     tokenizer._templates.close()
     assert tokenizer.encode_chat(HELLO) == expected
+
+
+def test_text_is_processed_while_the_template_of_text_processes_hangs_in_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_process, "_PRELOADED", ("json.tool",))  # a template that no other test uses
+    monkeypatch.setattr(text_process, "_IMPORT_PATIENCE_S", 0.5)
+    monkeypatch.setattr(ProcessTemplate, "is_ready", False)
+    tokenizer = ServedTokenizer(save(tmp_path))
+    assert tokenizer.encode_chat(HELLO)
 
 
 def test_the_text_process_ends_with_its_tokenizer(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
 
-from specdec.supervision.process_template import Command, ForkedProcess, Streams, shared_template
+from specdec.supervision.forked_process import ForkedProcess
+from specdec.supervision.process_template import Command, Streams, shared_template
 
 __all__ = ["ENVIRON", "ForkedProcess", "Streams", "run_like", "start_like", "start_process"]
 

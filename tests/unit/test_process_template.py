@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,14 +18,8 @@ import psutil
 import pytest
 
 from specdec.supervision import process_template
-from specdec.supervision.process_template import (
-    Command,
-    ForkedProcess,
-    ProcessTemplate,
-    Streams,
-    TemplateFailed,
-    shared_template,
-)
+from specdec.supervision.forked_process import ForkedProcess
+from specdec.supervision.process_template import Command, ProcessTemplate, Streams, TemplateFailed, shared_template
 from tests.support.stack import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates need Linux")
@@ -118,9 +114,7 @@ def test_templates_in_several_threads_do_not_take_each_other_s_children_away() -
     templates = [ProcessTemplate(["json"], ENVIRON, options=()) for _ in range(2)]
 
     def ends(template: ProcessTemplate) -> list[int]:
-        with open(os.devnull, "r+b") as nothing:
-            streams = Streams(nothing, nothing, nothing)
-            return [template.start(Command("this", [], ENVIRON), streams).wait(60.0) for _ in range(40)]
+        return [start_nothing(template).wait(60.0) for _ in range(40)]
 
     with ThreadPoolExecutor() as threads:
         assert list(threads.map(ends, templates)) == [[0] * 40, [0] * 40]
@@ -128,17 +122,84 @@ def test_templates_in_several_threads_do_not_take_each_other_s_children_away() -
         template.close()
 
 
+def start_nothing(template: ProcessTemplate, **environ: str) -> ForkedProcess:
+    with open(os.devnull, "r+b") as nothing:
+        return template.start(Command("this", [], ENVIRON | environ), Streams(nothing, nothing, nothing))
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_a_shared_template_is_made_once_and_again_after_its_end() -> None:
+    before = num_descriptors()
     first = shared_template(("json",), ENVIRON)
     assert first is not None
     assert shared_template(("json",), ENVIRON | {"SPECDEC_LOG_LEVEL": "debug"}) is first
     assert shared_template(("json",), ENVIRON | {"OMP_NUM_THREADS": "64"}) is None
+    assert start_nothing(first).wait(60.0) == 0
     first.close()
     again = shared_template(("json",), ENVIRON)
     assert again is not None
     assert again is not first
-    assert again.is_alive
     again.close()
+    assert num_descriptors() == before
+
+
+def test_a_shared_template_that_never_started_anything_is_not_made_again() -> None:
+    template = shared_template(("no_such_module",), ENVIRON)
+    assert template is not None
+    with pytest.raises(TemplateFailed):
+        start_nothing(template)
+    assert [shared_template(("no_such_module",), ENVIRON) for _ in range(2)] == [None, None]
+
+
+def test_a_request_that_is_too_long_is_refused_and_the_next_one_is_served() -> None:
+    template = ProcessTemplate(["json"], ENVIRON, options=())
+    with pytest.raises(TemplateFailed, match="bytes"):
+        start_nothing(template, SPECDEC_LONG="x" * 200_000)
+    assert start_nothing(template).wait(60.0) == 0
+    template.close()
+
+
+def test_a_process_without_a_descriptor_of_its_own_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ProcessTemplate(["json"], ENVIRON, options=())
+    assert start_nothing(template).wait(60.0) == 0
+
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "no descriptors of processes")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(TemplateFailed):
+        start_nothing(template)
+    template.close()
+    assert not [child for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE]
+
+
+def test_a_process_ends_where_the_kernel_forgets_exit_codes() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        template = ProcessTemplate(["json"], ENVIRON, options=())
+        assert [start_nothing(template).wait(60.0) for _ in range(3)] == [0, 0, 0]
+        template.close()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_template_may_have_a_descriptor_beyond_those_that_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1_100)]
+    try:
+        template = ProcessTemplate(["json"], ENVIRON, options=())
+        while not template.is_ready:
+            time.sleep(0.05)
+        assert start_nothing(template).wait(60.0) == 0
+        template.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_environment_that_imports_may_read_does_not_fit(template: ProcessTemplate) -> None:

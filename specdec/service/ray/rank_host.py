@@ -11,7 +11,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from specdec.supervision.process_template import ForkedProcess
+from specdec.supervision.forked_process import ForkedProcess
 from specdec.supervision.service_process import outcome_of, start_service
 
 #: Variables that a rank gets from its node's environment and from the caller's. All others are left out: launchers of
