@@ -96,7 +96,7 @@ class ProcessTemplate:
         self._read_early = _read_early(environ)
         self._lock = threading.Lock()
         self._is_ready = False
-        self._given_up_s = time.monotonic() + _IMPORT_S
+        self._import_until_s = time.monotonic() + _IMPORT_S
         self._is_given_up = False
         self.has_started = False
         """True once it has started a process."""
@@ -125,7 +125,7 @@ class ProcessTemplate:
             return True
         with self._lock:
             if not self._is_ready:
-                if time.monotonic() > self._given_up_s:
+                if time.monotonic() > self._import_until_s:
                     self._give_up()
                 waiting = select.poll()  # select.select would refuse descriptors above 1024
                 waiting.register(self._control, select.POLLIN)
@@ -145,7 +145,7 @@ class ProcessTemplate:
 
         Raises:
             TemplateFailed: the template has ended, or does not answer. It is ended then, because a late answer would be
-                taken for that of the next request. Or the request is too long.
+                taken for that of the next request. A request that is too long is refused too, and the template goes on.
         """
         request = _Request(**{**asdict(command), "cwd": os.getcwd(), "parent": os.getpid()})
         content = json.dumps(asdict(request)).encode()
@@ -184,7 +184,7 @@ class ProcessTemplate:
         atexit.unregister(self.close)
         self._process.kill()
         with self._lock:
-            self._is_ready = True  # nobody waits for it any more
+            self._is_ready = True  # a caller that waits for the import goes on, and `start` tells it the end
             self._control.close()
             self._process.wait()
 

@@ -11,6 +11,7 @@ Called by `tests.support.stack`, `tests.support.rank_rig`, and tests of single s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
 
 from specdec.supervision.forked_process import ForkedProcess
-from specdec.supervision.process_template import Command, Streams, shared_template
+from specdec.supervision.process_template import Command, Streams, TemplateFailed, shared_template
 
 __all__ = ["ENVIRON", "ForkedProcess", "Streams", "run_like", "start_like", "start_process"]
 
@@ -46,7 +47,8 @@ def start_like(
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start `python -m MODULE ARGUMENTS` from a template of its service.
 
-    It is a plain process where no template is like it: an unknown module, or another environment for the imports.
+    It is a plain process where no template is like it (an unknown module, or another environment for the imports) and
+    where the template has ended.
 
     Args:
         module: the service.
@@ -57,7 +59,8 @@ def start_like(
     preloaded = _PRELOADED.get(module)
     template = shared_template(preloaded, environ, options=()) if preloaded else None
     if template is not None:
-        return template.start(Command(module, arguments, environ), streams)
+        with contextlib.suppress(TemplateFailed):  # a test may have killed it just now
+            return template.start(Command(module, arguments, environ), streams)
     return start_process([sys.executable, "-m", module, *arguments], environ, streams)
 
 
